@@ -1,0 +1,37 @@
+# TORCH chooses the torch requirement. Default: PyPI's build (CUDA on Linux).
+# CPU only, smaller: pip install torch from the CPU index into .venv first, or TORCH=torch==2.13.0 with a CPU wheel at hand.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch>=2.11
+CUDA_PINS ?=
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint wheel modelcheck clean
+
+demo: $(VENV)/.demo
+	$(BIN)/torch-kda demo
+
+test: $(VENV)/.dev
+	$(BIN)/pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -U pip
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q -e ".[plots]"
+	touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml
+	$(BIN)/pip install -q "$(TORCH)" $(CUDA_PINS)
+	$(BIN)/pip install -q -e ".[cuda,dev]"
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

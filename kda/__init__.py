@@ -1,0 +1,1 @@
+"""The model and the program around it: config, layers, weights, engine, command line."""

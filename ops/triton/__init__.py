@@ -1,0 +1,1 @@
+"""Small Triton kernels around the KDA recurrence."""

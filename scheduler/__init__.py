@@ -1,0 +1,1 @@
+"""Who runs in this step: requests, batches, chunking. Plain Python, no torch."""

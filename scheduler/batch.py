@@ -1,0 +1,42 @@
+"""One step in numbers: what the scheduler decided and all that the runner needs to know."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRow:
+    """The share of one request in one step: its tokens [start, end), made from the state at `start`."""
+
+    request_id: str
+    is_decode: bool  # runs in the decode segment (1 + K tokens), else in the prefill segment
+    start: int  # tokens whose state and KV exist before this step
+    end: int  # tokens whose state and KV exist after it
+    token_ids: Sequence[int]  # ids of [start, end); the last one is 0 where prev_row says otherwise
+    prev_row: int  # row of the step before whose sampled token is the last input token; -1: known
+    src_slot: int  # state slot read; -1: the state is zero (start == 0)
+    dst_slots: tuple[int, ...]  # slots written: the final state (prefill), one a token (decode)
+    exports: tuple[tuple[int, int], ...]  # (position, slot) inside the row, ascending
+    block_table: Sequence[int]  # KV block ids that cover [0, end), in order
+    kv_start: int  # KV of positions below this is already in the blocks and is not written again
+    samples: bool  # whether the last token's logits give a new token
+    sampling: SamplingParams
+    sample_index: int  # number of tokens generated before this one: the random stream's position
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step. Decode rows come first. Never changed after it is made."""
+
+    step: int
+    rows: tuple[ScheduledRow, ...]
+
+    @property
+    def num_decode_rows(self) -> int:
+        return sum(row.is_decode for row in self.rows)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(row.end - row.start for row in self.rows if not row.is_decode)
