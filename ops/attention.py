@@ -1,0 +1,242 @@
+"""Multi-head latent attention (MLA) without rotation, over a paged cache of latents."""
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .library import FLOATS, INT, check_device, check_inner, check_tensor, define_op, require
+
+
+def mla_store(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:
+    """Writes the latents of new tokens into the cache.
+
+        kv_pool[slot_mapping[m] // block_size, slot_mapping[m] % block_size] = latent[m]
+
+    M tokens, W = R + P: R latent channels (after their norm), then P shared key channels.
+
+    Args:
+        latent: [M, W] bf16, fp32 or float64. Any row stride.
+        kv_pool: [num_blocks, block_size, W] of the same dtype, contiguous. Written.
+        slot_mapping: [M] int32. Distinct places; one outside the pool, such as -1: not written.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device is not as above.
+
+    Reference: `ops.reference.mla_store_ref`.
+    """
+    _check_store(latent, kv_pool, slot_mapping)
+    _mla_store(latent, kv_pool, slot_mapping)
+
+
+def mla_decode(
+    q: Tensor,
+    kv_pool: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    kv_lora_rank: int,
+    num_tokens_per_row: int = 1,
+) -> Tensor:
+    """Attention of the last tokens of D rows, in the space of the latents.
+
+        o = softmax(scale * q latents^T) latents[:, :R]
+
+    D rows of M tokens, Hq heads, R = kv_lora_rank, W = R + P channels of the cache. Token j of a
+    row is at position seq_len - M + j and sees what is not after it, itself included.
+
+    Args:
+        q: [D*M, Hq, W] bf16, fp32 or float64. Absorbed: q_nope W_uk | q_pe. Any row stride.
+        kv_pool: [num_blocks, block_size, W] of the same dtype, contiguous. The M tokens are stored.
+        block_table: [D, max_blocks] int32. Blocks of each row in order; unused ones: anything.
+        seq_lens: [D] int32. Tokens of each row, the M included. 0 is a padding row: output 0.
+        scale: Of the scores: (N + P) ** -0.5 with N the key channels that W_uk absorbed.
+        kv_lora_rank: R.
+        num_tokens_per_row: M.
+
+    Returns:
+        o: [D*M, Hq, R] of q's dtype; the caller applies W_uv.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or number is not as above.
+
+    Reference: `ops.reference.mla_decode_ref`.
+    """
+    _check_decode(q, kv_pool, block_table, seq_lens, kv_lora_rank, num_tokens_per_row)
+    return _mla_decode(
+        *(q, kv_pool, block_table, seq_lens),
+        scale=scale,
+        kv_lora_rank=kv_lora_rank,
+        num_tokens_per_row=num_tokens_per_row,
+    )
+
+
+def mla_prefill(
+    q: Tensor,
+    kv_pool: Tensor,
+    kv_b_weight: Tensor,
+    cu_seqlens: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    v_head_dim: int,
+) -> Tensor:
+    """Causal attention of N packed sequences; keys and values are made from their cached latents.
+
+        k_nope, v = kv_b_weight latents[:, :R]
+        o = softmax(scale * q [k_nope | latents[:, R:]]^T) v
+
+    T rows, Hq heads, N_k unrotated key channels + P shared ones, Vh = v_head_dim. A sequence of L
+    rows here and seq_len tokens in the cache has its rows at positions seq_len - L .. seq_len - 1.
+
+    Args:
+        q: [T, Hq, N_k+P] bf16, fp32 or float64. Any row stride.
+        kv_pool: [num_blocks, block_size, R+P] of the same dtype, contiguous; all tokens are stored.
+        kv_b_weight: [Hq*(N_k+Vh), R] of the same dtype; of a head: N_k key, then Vh value rows.
+        cu_seqlens: [N+1] int32. Start of each sequence, and the end <= T; its last may repeat.
+        block_table: [N, max_blocks] int32. Blocks of each sequence in order; unused ones: anything.
+        seq_lens: [N] int32, >= the rows here. Padding: 0.
+        scale: Of the scores: (N_k + P) ** -0.5.
+        v_head_dim: Vh.
+
+    Returns:
+        o: [T, Hq, Vh] of q's dtype. Rows from cu_seqlens[-1] on are 0.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or number is not as above.
+
+    Reference: `ops.reference.mla_prefill_ref`.
+    """
+    tensors = (q, kv_pool, kv_b_weight, cu_seqlens, block_table, seq_lens)
+    _check_prefill(*tensors, v_head_dim)
+    return _mla_prefill(*tensors, scale=scale, v_head_dim=v_head_dim)
+
+
+def _check_store(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:
+    op, dims = "mla_store", {}
+    check_tensor(op, "latent", latent, "M W", FLOATS, dims)
+    check_tensor(op, "kv_pool", kv_pool, "num_blocks block_size W", latent.dtype, dims)
+    check_tensor(op, "slot_mapping", slot_mapping, "M", INT, dims)
+    check_inner(op, "latent", latent, 1)
+    check_inner(op, "kv_pool", kv_pool, 3)
+    check_inner(op, "slot_mapping", slot_mapping, 1)
+    check_device(op, {"latent": latent, "kv_pool": kv_pool, "slot_mapping": slot_mapping})
+
+
+def _check_decode(
+    q: Tensor,
+    kv_pool: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    kv_lora_rank: int,
+    num_tokens_per_row: int,
+) -> None:
+    op, dims = "mla_decode", {}
+    require(num_tokens_per_row >= 1, op, "num_tokens_per_row", ">= 1", num_tokens_per_row)
+    check_tensor(op, "seq_lens", seq_lens, "D", INT, dims)
+    dims["D*M"] = dims["D"] * num_tokens_per_row
+    check_tensor(op, "q", q, "D*M Hq W", FLOATS, dims)
+    check_tensor(op, "kv_pool", kv_pool, "num_blocks block_size W", q.dtype, dims)
+    check_tensor(op, "block_table", block_table, "D max_blocks", INT, dims)
+    is_right = 0 < kv_lora_rank <= dims["W"]
+    require(is_right, op, "kv_lora_rank", f"in 1..W={dims['W']}", kv_lora_rank)
+    _check_layout(op, q, kv_pool, {"block_table": block_table, "seq_lens": seq_lens})
+
+
+def _check_prefill(
+    q: Tensor,
+    kv_pool: Tensor,
+    kv_b_weight: Tensor,
+    cu_seqlens: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    v_head_dim: int,
+) -> None:
+    op, dims = "mla_prefill", {}
+    check_tensor(op, "q", q, "T Hq N_k+P", FLOATS, dims)
+    check_tensor(op, "kv_pool", kv_pool, "num_blocks block_size R+P", q.dtype, dims)
+    check_tensor(op, "kv_b_weight", kv_b_weight, "Hq*(N_k+Vh) R", q.dtype, dims)
+    check_tensor(op, "seq_lens", seq_lens, "N", INT, dims)
+    check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", INT, dims)
+    check_tensor(op, "block_table", block_table, "N max_blocks", INT, dims)
+    P = dims["R+P"] - dims["R"]
+    N_k = dims["N_k+P"] - P
+    require(P >= 0, op, "kv_b_weight", f"[.., R <= R+P={dims['R+P']}]", f"R={dims['R']}")
+    require(N_k >= 0, op, "q", f"[T, Hq, N_k + P={P}]", list(q.shape))
+    rows = dims["Hq"] * (N_k + v_head_dim)
+    expected = f"[Hq*(N_k+Vh)={rows}, R]"
+    require(kv_b_weight.shape[0] == rows, op, "kv_b_weight", expected, list(kv_b_weight.shape))
+    lists = {"cu_seqlens": cu_seqlens, "block_table": block_table, "seq_lens": seq_lens}
+    _check_layout(op, q, kv_pool, {"kv_b_weight": kv_b_weight} | lists)
+
+
+def _check_layout(op: str, q: Tensor, kv_pool: Tensor, others: dict[str, Tensor]) -> None:
+    check_inner(op, "q", q, 2)
+    for name, x in ({"kv_pool": kv_pool} | others).items():
+        check_inner(op, name, x, x.ndim)
+    check_device(op, {"q": q, "kv_pool": kv_pool} | others)
+
+
+def _mla_decode_cuda(
+    q: Tensor,
+    kv_pool: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    kv_lora_rank: int,
+    num_tokens_per_row: int,
+) -> Tensor:
+    # stand-in: gathers the whole capacity of each row, so that no length is read on the host
+    D, M = seq_lens.shape[0], num_tokens_per_row
+    latents = kv_pool[block_table.clamp(0, kv_pool.shape[0] - 1).long()].flatten(1, 2)
+    place = torch.arange(latents.shape[1], device=q.device)
+    latents = torch.where((place < seq_lens[:, None])[..., None], latents.float(), 0)
+    queries = q.float().unflatten(0, (D, M))
+    scores = scale * torch.einsum("dmhw,dsw->dmhs", queries, latents)
+    last = seq_lens[:, None] - M + torch.arange(M, device=q.device)
+    is_later = place > last[..., None]
+    weights = scores.masked_fill(is_later[:, :, None], float("-inf")).softmax(-1)
+    o = torch.einsum("dmhs,dsr->dmhr", weights, latents[..., :kv_lora_rank])
+    return torch.where((last >= 0)[..., None, None], o, 0).flatten(0, 1).to(q.dtype)
+
+
+def _mla_store_fake(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:
+    _check_store(latent, kv_pool, slot_mapping)
+
+
+def _mla_decode_fake(
+    *tensors: Tensor, scale: float, kv_lora_rank: int, num_tokens_per_row: int
+) -> Tensor:
+    q, kv_pool, block_table, seq_lens = tensors
+    _check_decode(q, kv_pool, block_table, seq_lens, kv_lora_rank, num_tokens_per_row)
+    return q.new_empty(q.shape[0], q.shape[1], kv_lora_rank)
+
+
+def _mla_prefill_fake(*tensors: Tensor, scale: float, v_head_dim: int) -> Tensor:
+    q, kv_pool, kv_b_weight, cu_seqlens, block_table, seq_lens = tensors
+    _check_prefill(q, kv_pool, kv_b_weight, cu_seqlens, block_table, seq_lens, v_head_dim)
+    return q.new_empty(q.shape[0], q.shape[1], v_head_dim)
+
+
+_mla_store = define_op(
+    "mla_store(Tensor latent, Tensor(a!) kv_pool, Tensor slot_mapping) -> ()",
+    cpu=reference.mla_store_ref,
+    cuda=reference.mla_store_ref,
+    fake=_mla_store_fake,
+)
+_mla_decode = define_op(
+    "mla_decode(Tensor q, Tensor kv_pool, Tensor block_table, Tensor seq_lens, *, float scale, "
+    "SymInt kv_lora_rank, SymInt num_tokens_per_row) -> Tensor",
+    cpu=reference.mla_decode_ref,
+    cuda=_mla_decode_cuda,
+    fake=_mla_decode_fake,
+)
+_mla_prefill = define_op(
+    "mla_prefill(Tensor q, Tensor kv_pool, Tensor kv_b_weight, Tensor cu_seqlens, "
+    "Tensor block_table, Tensor seq_lens, *, float scale, SymInt v_head_dim) -> Tensor",
+    cpu=reference.mla_prefill_ref,
+    cuda=reference.mla_prefill_ref,
+    fake=_mla_prefill_fake,
+)

@@ -1,0 +1,392 @@
+"""Kimi Delta Attention: prefill of packed sequences in chunks, and decode of one step's rows."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .library import (
+    FLOATS,
+    INT,
+    check_csr,
+    check_device,
+    check_inner,
+    check_tensor,
+    define_op,
+    require,
+    wide_dtype,
+)
+
+
+def kda_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Lays out a prefill in tiles of 16 tokens; made once a forward, for every `kda_prefill` in it.
+
+    N sequences of T = num_tokens rows at most. A tile holds tokens of one sequence only.
+
+    Args:
+        cu_seqlens: [N+1] int32. Start of each sequence, and the end; the last value may repeat.
+        num_tokens: Rows that q, k and v will have, >= 0.
+
+    Returns:
+        plan: [N + 1 + 3 * (ceil(T / 16) + N)] int32, on cu_seqlens' device. First the tiles before
+            each sequence and in all; then for each tile its sequence, its first row and its number
+            of rows in 1..16, -1 where there is no tile.
+
+    Raises:
+        ValueError: cu_seqlens or num_tokens is not as above.
+    """
+    _check_plan(cu_seqlens, num_tokens)
+    return _kda_plan(cu_seqlens, num_tokens)
+
+
+def kda_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_raw: Tensor,
+    beta_logit: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_pool: Tensor,
+    cu_seqlens: Tensor,
+    initial_slots: Tensor,
+    final_slots: Tensor,
+    checkpoint_indptr: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Runs N packed sequences through the recurrence; states come from and go to slots of a pool.
+
+        S <- S diag(exp(g))
+        S <- S + beta (v - S k) k^T
+        o  = scale S q
+
+    with q, k L2-normalised, beta = sigmoid(beta_logit) and the log decay g, [HV, K] a token, by one
+    of two gates: lower_bound * sigmoid(exp(A_log) * (g_raw + dt_bias)), or without a lower_bound
+    -exp(A_log) * softplus(g_raw + dt_bias).
+
+    T rows, N sequences, H query/key heads, HV value heads (HV % H == 0), K key dim, V value dim,
+    E checkpoint entries. N, E and T are capacities: padding is told by the values below.
+
+    Args:
+        q, k: [T, H, K] bf16. After conv and SiLU, not normalised. Any row stride; heads K apart.
+        v: [T, HV, V] bf16, likewise.
+        g_raw: [T, HV, K] bf16, likewise. Gate before bias and activation.
+        beta_logit: [T, HV] bf16. Before the sigmoid.
+        A_log: [HV] fp32.
+        dt_bias: [HV, K] fp32.
+        state_pool: [slots, HV, V, K] fp32, V first, each slot contiguous. Written at final_slots
+            and checkpoint_slots.
+        cu_seqlens: [N+1] int32. Start of each sequence, and the end <= T; its last may repeat.
+            Sequences may be empty: their final state is their initial state.
+        initial_slots: [N] int32. State read. -1: zeros. Sequences may share one.
+        final_slots: [N] int32. State written after the last token. -1: none. May be the sequence's
+            own initial slot; else the slots written in a call are distinct, and not read in it.
+        checkpoint_indptr: [N+1] int32. Entries of sequence n are indptr[n]..indptr[n+1].
+        checkpoint_offsets: [E] int32. Tokens from the sequence's start in this call, ascending,
+            multiples of 16, in 1..length. Any other entry is skipped.
+        checkpoint_slots: [E] int32. State written after that many tokens. -1: skipped.
+        plan: From `kda_plan(cu_seqlens, T)`. None: made here.
+        lower_bound: Floor of g, in [-5, 0). None: the softplus gate, which has none.
+        scale: Default: K ** -0.5.
+
+    A slot outside [0, slots) acts as -1. The three checkpoint tensors come together or not at all.
+    On a CPU all bf16 may be fp32, or all tensors of floats float64, and K and V are free.
+
+    Returns:
+        o: [T, HV, V] of q's dtype. Rows from cu_seqlens[-1] on are 0.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or lower_bound is not as above.
+        NotImplementedError: on CUDA, K or V other than 128, or a dtype other than bf16.
+
+    Source: Kimi Linear (arXiv 2510.26692). Reference: `ops.reference.kda_prefill_ref`.
+    """
+    tensors = (
+        *(q, k, v, g_raw, beta_logit, A_log, dt_bias, state_pool),
+        *(cu_seqlens, initial_slots, final_slots),
+        *(checkpoint_indptr, checkpoint_offsets, checkpoint_slots, plan),
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    _check_prefill(*tensors, lower_bound=lower_bound)
+    return _kda_prefill(*tensors, lower_bound=lower_bound, scale=scale)
+
+
+def kda_decode(
+    qkv: Tensor,
+    g_raw: Tensor,
+    beta_logit: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state_pool: Tensor,
+    conv_pool: Tensor,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    num_tokens: Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """One or a few tokens of each row: conv, recurrence, gated norm; each token's slot is written.
+
+        q, k, v = SiLU(conv(qkv))
+        S, o    = the step of `kda_prefill`
+        out     = RMSNorm(o) * norm_weight * sigmoid(gate)
+
+    D rows of M tokens each, M = 1 + number of draft tokens; the M tokens of a row are consecutive.
+    H query/key heads, HV value heads (HV % H == 0), K key dim, V value dim, C = 2 H K + HV V.
+
+    Args:
+        qkv: [D*M, C] bf16. Projections before the conv, packed q|k|v. Any row stride.
+        g_raw: [D*M, HV, K] bf16. Gate before bias and activation.
+        beta_logit: [D*M, HV] bf16. Before the sigmoid.
+        gate: [D*M, HV, V] bf16. Output gate before the sigmoid.
+        conv_weight: [C, 4] bf16, the oldest input's first.
+        A_log: [HV] fp32.
+        dt_bias: [HV, K] fp32.
+        norm_weight: [V] bf16.
+        state_pool: [slots, HV, V, K] fp32, V first, each slot contiguous. Written at dst_slots.
+        conv_pool: [slots, 3, C] bf16, oldest first, raw inputs, each slot contiguous. Likewise.
+        src_slots: [D] int32. State and window read. -1 is a padding row: nothing is read or
+            written, its output is 0.
+        dst_slots: [D, M] int32. Slot written after each token. -1: none. May be the row's own
+            source; else the slots written in a call are distinct, and not read in it.
+        num_tokens: [D] int32. Tokens of the row that are real, the first ones; the others write
+            nothing and their output is 0. None: all.
+        lower_bound, scale: As in `kda_prefill`.
+        eps: Of the norm.
+
+    A slot outside [0, slots) acts as -1. On a CPU all bf16 may be fp32, or all tensors of floats
+    float64, and K and V are free.
+
+    Returns:
+        out: [D*M, HV*V] of qkv's dtype.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or lower_bound is not as above.
+        NotImplementedError: on CUDA, K or V other than 128, or a dtype other than bf16.
+
+    Source: Kimi Linear (arXiv 2510.26692). Reference: `ops.reference.kda_decode_ref`.
+    """
+    tensors = (
+        *(qkv, g_raw, beta_logit, gate, conv_weight, A_log, dt_bias, norm_weight),
+        *(state_pool, conv_pool, src_slots, dst_slots, num_tokens),
+    )
+    scale = state_pool.shape[-1] ** -0.5 if scale is None else scale
+    _check_decode(*tensors, lower_bound=lower_bound)
+    return _kda_decode(*tensors, lower_bound=lower_bound, scale=scale, eps=eps)
+
+
+def _check_plan(cu_seqlens: Tensor, num_tokens: int) -> None:
+    check_tensor("kda_plan", "cu_seqlens", cu_seqlens, "N+1", INT, {})
+    require(cu_seqlens.shape[0] >= 1, "kda_plan", "cu_seqlens", "[N+1], N >= 0", "[0]")
+    require(num_tokens >= 0, "kda_plan", "num_tokens", ">= 0", num_tokens)
+
+
+def _check_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_raw: Tensor,
+    beta_logit: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_pool: Tensor,
+    cu_seqlens: Tensor,
+    initial_slots: Tensor,
+    final_slots: Tensor,
+    checkpoint_indptr: Tensor | None,
+    checkpoint_offsets: Tensor | None,
+    checkpoint_slots: Tensor | None,
+    plan: Tensor | None,
+    *,
+    lower_bound: float | None,
+    scale: float | None = None,
+) -> None:
+    op, dims = "kda_prefill", {}
+    check_tensor(op, "q", q, "T H K", FLOATS, dims)
+    dtype, wide = q.dtype, wide_dtype(q)
+    check_tensor(op, "k", k, "T H K", dtype, dims)
+    check_tensor(op, "v", v, "T HV V", dtype, dims)
+    check_tensor(op, "g_raw", g_raw, "T HV K", dtype, dims)
+    check_tensor(op, "beta_logit", beta_logit, "T HV", dtype, dims)
+    check_tensor(op, "A_log", A_log, "HV", wide, dims)
+    check_tensor(op, "dt_bias", dt_bias, "HV K", wide, dims)
+    check_tensor(op, "state_pool", state_pool, "slots HV V K", wide, dims)
+    check_tensor(op, "initial_slots", initial_slots, "N", INT, dims)
+    check_tensor(op, "final_slots", final_slots, "N", INT, dims)
+    check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", INT, dims)
+    csr = check_csr(op, checkpoint_indptr, checkpoint_offsets, checkpoint_slots, dims)
+    if plan is not None:
+        size = _plan_size(dims["N"], dims["T"])
+        check_tensor(op, "plan", plan, f"{size}", INT, dims)
+    require(dims["HV"] % dims["H"] == 0, op, "v", f"of HV % H={dims['H']} == 0", dims["HV"])
+    rows = {"q": q, "k": k, "v": v, "g_raw": g_raw}
+    for name, x in rows.items():
+        check_inner(op, name, x, 2)
+    small = {"A_log": A_log, "dt_bias": dt_bias}
+    lists = {"cu_seqlens": cu_seqlens, "initial_slots": initial_slots, "final_slots": final_slots}
+    for name, x in (small | lists | csr | {"plan": plan}).items():
+        if x is not None:
+            check_inner(op, name, x, x.ndim)
+    check_inner(op, "beta_logit", beta_logit, 1)
+    check_inner(op, "state_pool", state_pool, 3)
+    pool = {"beta_logit": beta_logit, "state_pool": state_pool}
+    check_device(op, rows | pool | small | lists | csr | {"plan": plan})
+    _check_bound(op, lower_bound)
+    if q.is_cuda:
+        _check_cuda(op, dims["K"], dims["V"], q.dtype)
+        for name, x in rows.items():
+            _check_aligned(op, name, x)
+
+
+def _check_decode(
+    qkv: Tensor,
+    g_raw: Tensor,
+    beta_logit: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state_pool: Tensor,
+    conv_pool: Tensor,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    num_tokens: Tensor | None,
+    *,
+    lower_bound: float | None,
+    scale: float | None = None,
+    eps: float | None = None,
+) -> None:
+    op, dims = "kda_decode", {}
+    check_tensor(op, "qkv", qkv, "D*M C", FLOATS, dims)
+    dtype, wide = qkv.dtype, wide_dtype(qkv)
+    check_tensor(op, "dst_slots", dst_slots, "D M", INT, dims)
+    check_tensor(op, "src_slots", src_slots, "D", INT, dims)
+    expected = f"[D*M={dims['D'] * dims['M']}, C]"
+    require(qkv.shape[0] == dims["D"] * dims["M"], op, "qkv", expected, list(qkv.shape))
+    check_tensor(op, "state_pool", state_pool, "slots HV V K", wide, dims)
+    check_tensor(op, "g_raw", g_raw, "D*M HV K", dtype, dims)
+    check_tensor(op, "beta_logit", beta_logit, "D*M HV", dtype, dims)
+    check_tensor(op, "gate", gate, "D*M HV V", dtype, dims)
+    check_tensor(op, "conv_weight", conv_weight, "C 4", dtype, dims)
+    check_tensor(op, "A_log", A_log, "HV", wide, dims)
+    check_tensor(op, "dt_bias", dt_bias, "HV K", wide, dims)
+    check_tensor(op, "norm_weight", norm_weight, "V", dtype, dims)
+    check_tensor(op, "conv_pool", conv_pool, "slots 3 C", dtype, dims)
+    if num_tokens is not None:
+        check_tensor(op, "num_tokens", num_tokens, "D", INT, dims)
+    C, HV, V, K = (dims[letter] for letter in ("C", "HV", "V", "K"))
+    H = (C - HV * V) // (2 * K)
+    fits = H > 0 and C == 2 * H * K + HV * V and HV % H == 0
+    require(fits, op, "qkv", f"[D*M, 2*H*K + HV*V] with {HV=}, {V=}, {K=}, HV % H == 0", f"C={C}")
+    weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias}
+    weights |= {"norm_weight": norm_weight}
+    lists = {"src_slots": src_slots, "dst_slots": dst_slots, "num_tokens": num_tokens}
+    for name, x in (weights | lists).items():
+        if x is not None:
+            check_inner(op, name, x, x.ndim)
+    rows = {"qkv": qkv, "g_raw": g_raw, "beta_logit": beta_logit, "gate": gate}
+    pools = {"state_pool": state_pool, "conv_pool": conv_pool}
+    for name, x in (rows | pools).items():
+        check_inner(op, name, x, x.ndim - 1)
+    check_device(op, rows | weights | pools | lists)
+    _check_bound(op, lower_bound)
+    if qkv.is_cuda:
+        _check_cuda(op, K, V, qkv.dtype)
+
+
+def _check_bound(op: str, lower_bound: float | None) -> None:
+    is_right = lower_bound is None or -5 <= lower_bound < 0
+    require(is_right, op, "lower_bound", "in [-5, 0) or None", lower_bound)
+
+
+def _check_cuda(op: str, K: int, V: int, dtype: torch.dtype) -> None:
+    if K != 128 or V != 128 or dtype != torch.bfloat16:
+        got = f"K={K}, V={V} in {str(dtype).removeprefix('torch.')}"
+        raise NotImplementedError(f"{op}: on CUDA K = V = 128 in bfloat16 is built, got {got}")
+
+
+def _check_aligned(op: str, name: str, x: Tensor) -> None:
+    """16-byte loads of rows: strides of 8 elements, and a base that is no odd slice."""
+    is_aligned = x.stride(0) % 8 == 0 and x.storage_offset() % 8 == 0
+    got = f"row stride {x.stride(0)}, offset {x.storage_offset()}"
+    require(is_aligned, op, name, "16-byte aligned in each row (multiples of 8 elements)", got)
+
+
+def _plan_size(N: int, T: int) -> int:
+    return N + 1 + 3 * ((T + reference.CHUNK - 1) // reference.CHUNK + N)
+
+
+def _kda_plan_any(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    N = cu_seqlens.shape[0] - 1
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    starts = torch.zeros_like(cu_seqlens)
+    starts[1:] = ((lengths + reference.CHUNK - 1) // reference.CHUNK).cumsum(0)
+    num_tiles = (_plan_size(N, num_tokens) - N - 1) // 3
+    tile = torch.arange(num_tiles, dtype=INT, device=cu_seqlens.device)
+    sequence = torch.searchsorted(starts[1:], tile, right=True, out_int32=True)
+    is_tile = sequence < N
+    sequence = torch.where(is_tile, sequence, 0)
+    begin = (tile - starts[sequence]) * reference.CHUNK
+    count = (lengths[sequence] - begin).clamp(max=reference.CHUNK)
+    table = torch.stack([sequence, cu_seqlens[sequence] + begin, count], dim=1)
+    return torch.cat([starts, torch.where(is_tile[:, None], table, -1).flatten()]).to(INT)
+
+
+def _kda_prefill_cuda(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
+    # stand-in: reads lengths on the host, so it can't be captured
+    return reference.kda_prefill_ref(*tensors, lower_bound=lower_bound, scale=scale)
+
+
+def _kda_prefill_fake(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
+    _check_prefill(*tensors, lower_bound=lower_bound)
+    v = tensors[2]
+    return v.new_empty(v.shape)
+
+
+def _kda_decode_fake(*tensors: Any, lower_bound: float | None, scale: float, eps: float) -> Tensor:
+    _check_decode(*tensors, lower_bound=lower_bound)
+    qkv, gate = tensors[0], tensors[3]
+    return qkv.new_empty(qkv.shape[0], gate.shape[1] * gate.shape[2])
+
+
+def _kda_plan_fake(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    _check_plan(cu_seqlens, num_tokens)
+    return cu_seqlens.new_empty(_plan_size(cu_seqlens.shape[0] - 1, num_tokens))
+
+
+_kda_plan = define_op(
+    "kda_plan(Tensor cu_seqlens, SymInt num_tokens) -> Tensor",
+    cpu=_kda_plan_any,
+    cuda=_kda_plan_any,
+    fake=_kda_plan_fake,
+)
+_kda_prefill = define_op(
+    "kda_prefill(Tensor q, Tensor k, Tensor v, Tensor g_raw, Tensor beta_logit, Tensor A_log, "
+    "Tensor dt_bias, Tensor(a!) state_pool, Tensor cu_seqlens, Tensor initial_slots, "
+    "Tensor final_slots, Tensor? checkpoint_indptr, Tensor? checkpoint_offsets, "
+    "Tensor? checkpoint_slots, Tensor? plan, *, float? lower_bound, float scale) -> Tensor",
+    cpu=reference.kda_prefill_ref,
+    cuda=_kda_prefill_cuda,
+    fake=_kda_prefill_fake,
+)
+_kda_decode = define_op(
+    "kda_decode(Tensor qkv, Tensor g_raw, Tensor beta_logit, Tensor gate, Tensor conv_weight, "
+    "Tensor A_log, Tensor dt_bias, Tensor norm_weight, Tensor(a!) state_pool, "
+    "Tensor(b!) conv_pool, Tensor src_slots, Tensor dst_slots, Tensor? num_tokens, *, "
+    "float? lower_bound, float scale, float eps) -> Tensor",
+    cpu=reference.kda_decode_ref,
+    cuda=reference.kda_decode_ref,
+    fake=_kda_decode_fake,
+)
