@@ -22,7 +22,7 @@ from .library import (
 def kda_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Lays out a prefill in tiles of 16 tokens; made once a forward, for every `kda_prefill` in it.
 
-    N sequences of T = num_tokens rows at most. A tile holds tokens of one sequence only.
+    N >= 1 sequences of T = num_tokens rows at most. A tile holds tokens of one sequence only.
 
     Args:
         cu_seqlens: [N+1] int32. Start of each sequence, and the end; the last value may repeat.
@@ -187,9 +187,10 @@ def kda_decode(
 
 
 def _check_plan(cu_seqlens: Tensor, num_tokens: int) -> None:
-    check_tensor("kda_plan", "cu_seqlens", cu_seqlens, "N+1", INT, {})
-    require(cu_seqlens.shape[0] >= 1, "kda_plan", "cu_seqlens", "[N+1], N >= 0", "[0]")
-    require(num_tokens >= 0, "kda_plan", "num_tokens", ">= 0", num_tokens)
+    op, shape = "kda_plan", list(cu_seqlens.shape)
+    check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", INT, {})
+    require(shape[0] >= 2, op, "cu_seqlens", "[N+1] with N >= 1", shape)
+    require(num_tokens >= 0, op, "num_tokens", ">= 0", num_tokens)
 
 
 def _check_prefill(
@@ -227,8 +228,8 @@ def _check_prefill(
     check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", INT, dims)
     csr = check_csr(op, checkpoint_indptr, checkpoint_offsets, checkpoint_slots, dims)
     if plan is not None:
-        size = _plan_size(dims["N"], dims["T"])
-        check_tensor(op, "plan", plan, f"{size}", INT, dims)
+        dims["P"] = _plan_size(dims["N"], dims["T"])
+        check_tensor(op, "plan", plan, "P", INT, dims)
     require(dims["HV"] % dims["H"] == 0, op, "v", f"of HV % H={dims['H']} == 0", dims["HV"])
     rows = {"q": q, "k": k, "v": v, "g_raw": g_raw}
     for name, x in rows.items():

@@ -21,8 +21,7 @@ CHUNK = 16  # tokens of a chunk; states can be exported at its multiples
 SUB = 4  # rows of a sub-block of a chunk
 PREPARE_TILES = 64  # chunks prepared at once, to bound memory; any number gives the same bits
 
-# exp of less than this is 0, so log decays are cut there: their sums over a chunk stay small, and
-# differences of sums precise
+# exp of less than this is 0: cutting log decays here changes nothing, and keeps infinity out
 _LOG_ZERO = {torch.float32: -104.0, torch.float64: -746.0}
 
 
@@ -107,42 +106,50 @@ def _prepare(
     g = log_decay(g_raw, A_log, dt_bias, lower_bound)
     g = _heads_first(torch.where(is_row[..., None, None], g, 0), HV)
     beta = rearrange(torch.where(is_row[..., None], sigmoid(beta_logit), 0), "n t h -> n h t")
-    G = g.cumsum(-2)
-    kk, qk = _decayed_products(torch.stack([k, q]), k, G)
+    kk, qk = _decayed_products(torch.stack([k, q]), k, g)
     # (I + L) U = diag(beta) R gives the corrections U from the residuals R
     L = (beta[..., None] * kk).tril(-1)
     eye = torch.eye(CHUNK, dtype=L.dtype, device=L.device).expand_as(L)
     inverse = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
     inverse_beta = inverse * beta[..., None, :]
-    total = G[..., -1:, :]
+    from_start = g.cumsum(-2)
     return Chunks(
-        k_in=k * G.exp(),
-        q_in=q * G.exp(),
+        k_in=k * from_start.exp(),
+        q_in=q * from_start.exp(),
         mq=qk.tril() @ inverse_beta,
-        k_out=inverse_beta.mT @ (k * (total - G).exp()),
-        decay=total.exp(),
+        k_out=inverse_beta.mT @ (k * _sum_after(g).exp()),
+        decay=from_start[..., -1:, :].exp(),
         v=_heads_first(v, HV),
     )
 
 
-def _decayed_products(x: Tensor, k: Tensor, G: Tensor) -> Tensor:
-    """sum_d x[i, d] k[j, d] exp(G[i, d] - G[j, d]) for j <= i; above the diagonal: anything.
+def _decayed_products(x: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """sum_d x[i, d] k[j, d] exp(sum of g[j+1..i, d]) for j <= i; above the diagonal: anything.
 
-    x is [2, n, HV, 16, K], k and G are [n, HV, 16, K]. No exponent is positive, so any decay is
-    safe: sub-blocks on the diagonal take the difference pair by pair, those below it meet at the
-    last row before the sub-block.
+    x is [2, n, HV, 16, K], k and g are [n, HV, 16, K]. Sub-blocks on the diagonal sum pair by pair,
+    those below it meet at the sub-block's first row. So no exponent is positive, whatever the gate,
+    and none is a difference of sums, which would lose small decays behind a large one.
     """
     out = x.new_zeros(*x.shape[:-1], CHUNK)
     for i in range(0, CHUNK, SUB):
         here = slice(i, i + SUB)
-        pair = (G[..., here, None, :] - G[..., None, here, :]).clamp(max=0).exp()
-        out[..., here, here] = (x[..., here, None, :] * (k[..., None, here, :] * pair)).sum(-1)
+        pair = g.new_zeros(*g.shape[:-2], SUB, SUB, g.shape[-1])
+        for r in range(1, SUB):
+            pair[..., r, :r, :] = pair[..., r - 1, :r, :] + g[..., i + r, None, :]
+        out[..., here, here] = (x[..., here, None, :] * (k[..., None, here, :] * pair.exp())).sum(
+            -1
+        )
         if i > 0:
-            meet = G[..., i - 1 : i, :]
-            left = x[..., here, :] * (G[..., here, :] - meet).exp()
-            right = k[..., :i, :] * (meet - G[..., :i, :]).exp()
+            left = x[..., here, :] * g[..., here, :].cumsum(-2).exp()
+            right = k[..., :i, :] * _sum_after(g[..., :i, :]).exp()
             out[..., here, :i] = left @ right.mT
     return out
+
+
+def _sum_after(g: Tensor) -> Tensor:
+    """Sum of the rows after each row, [.., R, K]."""
+    total = g.flip(-2).cumsum(-2).flip(-2)
+    return torch.cat([total[..., 1:, :], torch.zeros_like(g[..., :1, :])], dim=-2)
 
 
 def _scan_step(state: Tensor, chunk: Chunks) -> tuple[Tensor, Tensor]:
