@@ -1,0 +1,132 @@
+"""What each compiled object launches: `@cute.jit` host functions, and the fake tensors for them.
+
+Sizes and strides are symbols: one object serves every number of tokens, sequences, heads and slots.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint8, range_constexpr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from .kda_plan import KdaPlan
+from .kda_prepare import KdaPrepareSm90
+from .kda_scan import KdaScanSm90
+from .tiles import SCAN_TILES
+
+DIM = 128  # K = V
+
+
+class KdaPrefill:
+    """One call of the op: [plan], prepare, scan, on one stream."""
+
+    def __init__(self, gate: str):
+        self.gate = gate
+        self.plan = KdaPlan()
+        self.prepare = KdaPrepareSm90(bounded=gate == "bounded")
+        self.scans = [KdaScanSm90(tile.rows, tile.m_tiles, tile.stages) for tile, _ in SCAN_TILES]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mG: cute.Tensor,
+        mBeta: cute.Tensor,
+        mALog: cute.Tensor,
+        mDtBias: cute.Tensor,
+        mPool: cute.Tensor,
+        mCuSeqlens: cute.Tensor,
+        mInitial: cute.Tensor,
+        mFinal: cute.Tensor,
+        mIndptr: cute.Tensor,
+        mOffsets: cute.Tensor,
+        mSlots: cute.Tensor,
+        mPlan: cute.Tensor,
+        mRecords: cute.Tensor,
+        mO: cute.Tensor,
+        lower_bound: Float32,
+        scale: Float32,
+        makes_plan: Int32,
+        scan_tile: Int32,
+        stream: Any,
+    ):
+        """`scan_tile` indexes SCAN_TILES. Without tokens the kernels are loaded, not launched."""
+        num_tokens = cute.size(mQ, mode=[0])
+        num_sequences = cute.size(mInitial, mode=[0])
+        _name_kernel(self.plan, "kda_plan")
+        _name_kernel(self.prepare, f"kda_prepare_{self.gate}")
+        if num_tokens > 0:
+            if makes_plan != 0:
+                self.plan(mCuSeqlens, mPlan, num_tokens, stream)
+            self.prepare(
+                mQ, mK, mG, mBeta, mALog, mDtBias, mPlan, mRecords, mO,
+                num_sequences, lower_bound, scale, stream,
+            )  # fmt: skip
+            for i in range_constexpr(len(self.scans)):
+                _name_kernel(self.scans[i], f"kda_scan_v{self.scans[i].rows}")
+                if scan_tile == i:
+                    self.scans[i](
+                        mRecords, mV, mO, mPool, mPlan, mInitial, mFinal,
+                        mIndptr, mOffsets, mSlots, stream,
+                    )  # fmt: skip
+
+
+@cute.jit
+def make_plan(mCuSeqlens: cute.Tensor, mPlan: cute.Tensor, num_tokens: Int32, stream: Any):
+    """Without tokens (num_tokens -1) nothing is launched; the kernel is still loaded."""
+    plan = KdaPlan()
+    _name_kernel(plan, "kda_plan")
+    if num_tokens >= 0:
+        plan(mCuSeqlens, mPlan, num_tokens, stream)
+
+
+def _name_kernel(kernel: Any, name: str) -> None:
+    """What profilers and reports show, with a number; holds from the next launch that is traced."""
+    type(kernel).kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+def prefill(gate: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`KdaPrefill` and its arguments."""
+    T, H, HV, slots = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int()
+    N, E = cute.sym_int(), cute.sym_int()
+    slot_stride = cute.sym_int64(divisibility=4)
+    pool = _tensor(Float32, (slots, HV, DIM, DIM), (slot_stride, DIM * DIM, DIM, 1))
+    return KdaPrefill(gate), (
+        *(_rows(T, H), _rows(T, H), _rows(T, HV), _rows(T, HV)),
+        _tensor(BFloat16, (T, HV), (cute.sym_int64(), 1), align=2),
+        _tensor(Float32, (HV,), (1,), align=4),
+        _tensor(Float32, (HV, DIM), (DIM, 1), align=4),
+        pool,
+        *(_list(), _list(N), _list(N)),
+        *(_list(), _list(E), _list(E)),
+        _list(align=16),
+        _tensor(Uint8, (cute.sym_int64(),), (1,), align=128),
+        _rows(T, HV),
+        *(Float32(0), Float32(0), Int32(0), Int32(0)),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def plan() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`make_plan` and its arguments."""
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return make_plan, (_list(), _list(align=16), Int32(0), stream)
+
+
+def _rows(T: Any, heads: Any) -> Any:
+    """[T, heads, 128] bf16 with any row stride that keeps 16-byte loads."""
+    return _tensor(BFloat16, (T, heads, DIM), (cute.sym_int64(divisibility=8), DIM, 1))
+
+
+def _list(size: Any = None, align: int = 4) -> Any:
+    return _tensor(Int32, (cute.sym_int() if size is None else size,), (1,), align)
+
+
+def _tensor(
+    dtype: type[cutlass.Numeric], shape: tuple[Any, ...], stride: tuple[Any, ...], align: int = 16
+) -> Any:
+    return make_fake_tensor(dtype, shape, stride, assumed_align=align)

@@ -1,0 +1,172 @@
+"""The prefill on a CUDA device: one call of one host function, which launches all kernels.
+
+Knows nothing of the CuTe DSL: a machine with prebuilt objects runs this without it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import jit
+from .tiles import choose_scan_tile
+
+TILE = 16  # tokens
+RECORD_BYTES = 13312  # what prepare hands to the scan, for each tile and value head
+MAX_SEQUENCES = 4096
+GATES = ("bounded", "softplus")
+
+PLAN = jit.Variant("kda_plan", "kda_host.plan")
+PREFILL = {
+    gate: jit.Variant(f"kda_prefill_{gate}", "kda_host.prefill", (("gate", gate),))
+    for gate in GATES
+}
+VARIANTS = (PLAN, *PREFILL.values())
+
+
+def num_tiles(num_tokens: int, num_sequences: int) -> int:
+    """Tiles that suffice for any `num_sequences` sequences within `num_tokens` rows."""
+    return (num_tokens + TILE - 1) // TILE + num_sequences
+
+
+def plan_size(num_tokens: int, num_sequences: int) -> int:
+    """int32 entries of a plan; its layout: `kda_plan.KdaPlan`."""
+    return 4 * num_sequences + 2 * num_tiles(num_tokens, num_sequences)
+
+
+def workspace_bytes(num_tokens: int, n_cap: int, num_v_heads: int) -> int:
+    """Memory of a call of these capacities beside its output and, if it makes one, its plan."""
+    return num_tiles(num_tokens, n_cap) * num_v_heads * RECORD_BYTES
+
+
+def prepare(device: torch.device | int | str | None = None, gates: Iterable[str] = GATES) -> None:
+    """Loads the kernels onto a device, so that no later call loads or compiles.
+
+    Once at the start of an engine, before any capture. Raises RuntimeError, saying what to do: no
+    CUDA device, an arch without kernels, no objects and no compiler.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch-kda: prepare needs a CUDA device, and torch sees none")
+    index = torch.device("cuda" if device is None else device).index
+    index = torch.cuda.current_device() if index is None else index
+    for variant in (PLAN, *(PREFILL[gate] for gate in gates)):
+        _function(variant, index)
+
+
+def make_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """The plan of a forward, for every `kda_prefill` in it."""
+    num_sequences = cu_seqlens.shape[0] - 1
+    plan = cu_seqlens.new_empty(plan_size(num_tokens, num_sequences))
+    _function(PLAN, cu_seqlens.get_device())(cu_seqlens, plan, num_tokens)
+    return plan
+
+
+def kda_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_raw: Tensor,
+    beta_logit: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_pool: Tensor,
+    cu_seqlens: Tensor,
+    initial_slots: Tensor,
+    final_slots: Tensor,
+    checkpoint_indptr: Tensor | None,
+    checkpoint_offsets: Tensor | None,
+    checkpoint_slots: Tensor | None,
+    plan: Tensor | None,
+    *,
+    lower_bound: float | None,
+    scale: float,
+) -> Tensor:
+    """`ops.kda.kda_prefill` for checked arguments on a CUDA device."""
+    T, HV, V = v.shape
+    o = v.new_empty((T, HV, V))
+    if T == 0:
+        return o
+    index = v.get_device()
+    function = _function(PREFILL["softplus" if lower_bound is None else "bounded"], index)
+    here = _DEVICES[index]
+    N = initial_slots.shape[0]
+    makes_plan = plan is None
+    if plan is None:
+        plan = cu_seqlens.new_empty(plan_size(T, N))
+    if checkpoint_indptr is None:
+        checkpoint_indptr, checkpoint_offsets, checkpoint_slots = here.no_checkpoints
+    records = torch.empty(workspace_bytes(T, N, HV), dtype=torch.uint8, device=v.device)
+    function(
+        *(q, k, v, g_raw, beta_logit, A_log, dt_bias, state_pool),
+        *(cu_seqlens, initial_slots, final_slots),
+        *(checkpoint_indptr, checkpoint_offsets, checkpoint_slots),
+        *(plan, records, o),
+        *(0.0 if lower_bound is None else lower_bound, scale),
+        *(int(makes_plan), choose_scan_tile(N, HV, here.num_sms)),
+    )
+    return o
+
+
+@dataclass(slots=True)
+class _Device:
+    """What calls on one device share."""
+
+    num_sms: int
+    no_checkpoints: tuple[
+        Tensor, Tensor, Tensor
+    ]  # a CSR without entries, for any number of sequences
+    functions: dict[str, Callable[..., None]] = field(default_factory=dict)
+
+
+_DEVICES: dict[int, _Device] = {}
+
+
+def _function(variant: jit.Variant, index: int) -> Callable[..., None]:
+    """The host function of a variant, its kernels on the device."""
+    here = _DEVICES.get(index)
+    if here is not None:
+        function = here.functions.get(variant.name)
+        if function is not None:
+            return function
+    return _load(variant, index)
+
+
+def _load(variant: jit.Variant, index: int) -> Callable[..., None]:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"torch-kda: {variant.name} is not on the device yet, and nothing can be loaded while "
+            "a CUDA graph is captured; call torch_kda.cute_kernels.kda_prefill.prepare first"
+        )
+    function = jit.load(variant, jit.device_arch(index))
+    if index not in _DEVICES:
+        _DEVICES[index] = _make_device(index)
+    # an object brings its kernels onto the device in its first call: this one launches nothing
+    function(*_empty_arguments(variant, torch.device("cuda", index)))
+    _DEVICES[index].functions[variant.name] = function
+    return function
+
+
+def _make_device(index: int) -> _Device:
+    device = torch.device("cuda", index)
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    indptr = torch.zeros(MAX_SEQUENCES + 1, dtype=torch.int32, device=device)
+    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+    return _Device(num_sms, (indptr, none, none))
+
+
+def _empty_arguments(
+    variant: jit.Variant, device: torch.device
+) -> tuple[Tensor | float | int, ...]:
+    """A call of no tokens."""
+    ints = torch.zeros(2, dtype=torch.int32, device=device)
+    if variant == PLAN:
+        return ints, ints, -1
+    rows = torch.empty((0, 1, 128), dtype=torch.bfloat16, device=device)
+    gate = torch.zeros((1, 128), device=device)
+    pool = torch.empty((0, 1, 128, 128), device=device)
+    return (
+        *(rows, rows, rows, rows, rows[..., 0], gate[:, 0], gate, pool),
+        *(ints, ints[:1], ints[:1], ints, ints, ints, ints, rows.view(torch.uint8).flatten(), rows),
+        *(0.0, 0.0, 0, 0),
+    )
