@@ -1,1 +1,1 @@
-"""What is remembered, by number: KV blocks, recurrent-state slots and the prefix keys that name them."""
+"""What is remembered, by number: KV blocks, state slots and the prefix keys that name them."""

@@ -1,0 +1,568 @@
+"""The tree of cached prefixes: a node is one unit of KV under its chained key, and may carry the
+state at its end.
+"""
+
+from dataclasses import dataclass, field
+
+from .block_pool import BlockPool
+from .eviction import EvictionQueue
+from .policy import Kind
+from .state_pool import SlotStatus, StatePool
+
+NO_SLOT = -1
+
+
+class Node:
+    """One cached unit of KV: tokens [(depth - 1) * unit, depth * unit) after the tokens of its
+    ancestors.
+    """
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "depth",
+        "is_spent",
+        "key",
+        "kind",
+        "last_hit",
+        "last_used",
+        "parent",
+        "references",
+        "serial",
+        "slot",
+        "was_hit",
+    )
+
+    def __init__(
+        self, key: bytes, parent: "Node | None", blocks: tuple[int, ...], serial: int
+    ) -> None:
+        self.key = key
+        self.parent = parent
+        self.depth: int = parent.depth + 1 if parent else 0  # units
+        self.blocks = blocks
+        self.children: dict[bytes, Node] = {}
+        self.references = 0  # requests whose KV includes this unit
+        self.last_used = 0  # tick of the cache; also of descendants that are gone
+        self.serial = serial
+        self.slot = NO_SLOT  # READY state after depth * unit tokens
+        self.kind = Kind.REPLAY
+        self.last_hit = 0  # tick at which the state was published or last hit
+        self.was_hit = False
+        self.is_spent = False  # transient, never hit, and on a forkless path to a deeper state
+
+    def __repr__(self) -> str:
+        state = f" {self.kind.name}@slot{self.slot}" if self.slot >= 0 else ""
+        return f"<Node depth={self.depth} references={self.references}{state}>"
+
+
+@dataclass(slots=True)
+class Match:
+    """What a prompt finds. Its KV path and its source slot are pinned until `cancel`, or `release`
+    and `unpin`.
+    """
+
+    node: Node  # deepest unit of KV
+    source: Node | None  # carries the deepest usable state
+    blocks: list[int]  # KV blocks of [0, node.depth * unit)
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Since start. queried = hit + lost + missed, in tokens."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0  # KV and state were there
+    lost_tokens: int = 0  # KV was there, but no state so deep
+    missed_tokens: int = 0
+    evictions_for_states: int = 0  # states dropped because a slot was needed
+    evictions_for_kv: int = 0  # units of KV dropped because blocks were needed
+    states_lost_with_kv: int = 0  # states dropped with their KV
+    states_over_path_cap: int = 0
+    duplicate_states: int = 0  # written, but the key was READY already
+    published_states: dict[str, int] = field(default_factory=dict)  # by kind
+
+
+class PrefixCache:
+    """Finds, pins, publishes and evicts prefixes. Owns both pools.
+
+    A state is only kept while every unit of KV above it is: KV goes from the leaves, and a unit
+        takes its state along.
+
+    Args:
+        num_blocks, block_size: KV blocks, and tokens of each.
+        num_slots: state slots.
+        unit: tokens of a key, a multiple of block_size.
+        root: key of the empty prefix (`hashing.root_key`).
+        lookahead: tokens after a position that its cached KV depends on (draft layers); 0 without.
+        max_states_per_path: states kept from the root to any leaf.
+    """
+
+    __slots__ = (
+        "_bare_leaves",
+        "_node_of_slot",
+        "_nodes",
+        "_num_referenced",
+        "_serial",
+        "_spent_states",
+        "_state_leaves",
+        "_states",
+        "_tick",
+        "block_pool",
+        "block_size",
+        "blocks_per_unit",
+        "counters",
+        "lookahead",
+        "max_states_per_path",
+        "root",
+        "root_key",
+        "state_pool",
+        "unit",
+    )
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        unit: int,
+        root: bytes = b"",
+        lookahead: int = 0,
+        max_states_per_path: int = 32,
+    ) -> None:
+        if block_size < 1 or unit < 1 or unit % block_size:
+            raise ValueError(
+                f"PrefixCache: unit must be a multiple of block_size, got {unit} and {block_size}"
+            )
+        if not 0 <= lookahead <= unit:
+            raise ValueError(f"PrefixCache: lookahead must be in [0, unit={unit}], got {lookahead}")
+        if max_states_per_path < 1:
+            raise ValueError(
+                f"PrefixCache: max_states_per_path must be >= 1, got {max_states_per_path}"
+            )
+        self.block_pool = BlockPool(num_blocks)
+        self.state_pool = StatePool(num_slots)
+        self.block_size = block_size
+        self.unit = unit
+        self.blocks_per_unit = unit // block_size
+        self.root_key = root
+        self.lookahead = lookahead
+        self.max_states_per_path = max_states_per_path
+        self.counters = CacheCounters()
+        self.root = Node(root, None, (), 0)
+        self._nodes: dict[bytes, Node] = {}
+        self._node_of_slot: list[Node | None] = [None] * num_slots
+        self._num_referenced = 0  # nodes with references
+        self._serial = 0
+        self._tick = 0
+        # KV that may go: leaves without a state, then leaves with one
+        self._bare_leaves: EvictionQueue[Node] = EvictionQueue()
+        self._state_leaves: EvictionQueue[Node] = EvictionQueue()
+        # states that may go: spent ones, then all
+        self._spent_states: EvictionQueue[Node] = EvictionQueue()
+        self._states: EvictionQueue[Node] = EvictionQueue()
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that are free or can be made free at once."""
+        unpinned = len(self._nodes) - self._num_referenced
+        return self.block_pool.num_free + unpinned * self.blocks_per_unit
+
+    @property
+    def num_available_slots(self) -> int:
+        return self.state_pool.num_free + self.state_pool.num_evictable
+
+    @property
+    def num_cached_states(self) -> int:
+        return self.state_pool.num_slots - self._node_of_slot.count(None)
+
+    # lookup
+
+    def match(self, keys: list[bytes], max_units: int) -> Match:
+        """Finds the longest cached KV along `keys` and the deepest state on it, and pins both.
+
+        The state lies at most `max_units` deep: a request has to compute its last token.
+        """
+        path = self._path_of(keys)
+        node = path[0] if path else self.root
+        source = None
+        for step in path:
+            if step.references == 0:
+                self._num_referenced += 1
+            step.references += 1
+            if source is None and step.slot >= 0 and step.depth <= max_units:
+                source = step
+        blocks = [block for step in reversed(path) for block in step.blocks]
+        self._requeue(node)
+        if source is not None:
+            self.pin(source.slot)
+        return Match(node, source, blocks)
+
+    def cancel(self, match: Match) -> None:
+        """Takes a match back, as if it had not been."""
+        if match.source is not None:
+            self.unpin(match.source.slot)
+        self._unreference(match.node)
+
+    def accept(self, match: Match, num_tokens: int, max_units: int) -> None:
+        """The request of `num_tokens` tokens runs from this match: counts it and marks what it uses
+        as recent.
+        """
+        hit = match.source.depth if match.source else 0
+        known = min(match.node.depth, max_units)
+        self.counters.queried_tokens += num_tokens
+        self.counters.hit_tokens += hit * self.unit
+        self.counters.lost_tokens += (known - hit) * self.unit
+        self.counters.missed_tokens += num_tokens - known * self.unit
+        self._tick += 1
+        match.node.last_used = self._tick
+        if match.source is not None:
+            match.source.last_hit = self._tick
+            match.source.was_hit = True
+            self._refresh(match.source)
+
+    def release(self, node: Node) -> None:
+        """A request that had pinned the path down to `node` no longer uses it."""
+        self._tick += 1
+        node.last_used = self._tick
+        self._unreference(node)
+
+    def pin(self, slot: int) -> None:
+        """A step in flight reads the slot: it is neither evicted nor freed before `unpin`."""
+        self.state_pool.pin(slot)
+        self._requeue_slot(slot)
+
+    def unpin(self, slot: int) -> None:
+        self.state_pool.unpin(slot)
+        self._requeue_slot(slot)
+
+    def has_state(self, key: bytes) -> bool:
+        node = self._nodes.get(key)
+        return node is not None and node.slot >= 0
+
+    def find(self, key: bytes) -> Node | None:
+        return self._nodes.get(key)
+
+    # publishing: called from commit alone
+
+    def extend(self, node: Node, key: bytes, blocks: tuple[int, ...]) -> Node:
+        """Makes the unit after `node` known under `key`, and extends the caller's pin to it.
+
+        The blocks belong to the cache from now on, unless the key was known: then the older node is
+            returned and the
+        caller keeps its blocks.
+        """
+        child = self._nodes.get(key)
+        if child is None:
+            self._serial += 1
+            self._tick += 1
+            child = Node(key, node, blocks, self._serial)
+            child.last_used = self._tick
+            self._nodes[key] = child
+            node.children[key] = child
+            if len(node.children) == 2:
+                self._refresh_from(node)
+        assert child.parent is node, f"{child!r} is not below {node!r}"
+        if child.references == 0:
+            self._num_referenced += 1
+        child.references += 1
+        self._requeue(child)
+        return child
+
+    def publish(self, node: Node, slot: int, kind: Kind) -> bool:
+        """Gives a WRITTEN slot the key of `node`; frees the slot instead if the node has a state or
+        the path is full.
+
+        NOTE: the caller holds a pin on `node` (scheduler.py), so that its KV is there.
+        """
+        assert self.state_pool.position[slot] == node.depth * self.unit, (
+            f"{slot=} holds position {self.state_pool.position[slot]}, {node!r}"
+        )
+        if node.slot >= 0:
+            self.counters.duplicate_states += 1
+            self.state_pool.release(slot)
+            return False
+        if not self._make_path_room(node, kind):
+            self.counters.states_over_path_cap += 1
+            self.state_pool.release(slot)
+            return False
+        self._tick += 1
+        self.state_pool.mark_ready(slot)
+        node.slot = slot
+        node.kind = kind
+        node.last_hit = self._tick
+        node.was_hit = False
+        self._node_of_slot[slot] = node
+        self._refresh(node)
+        if node.parent is not None:
+            self._refresh_from(node.parent)
+        published = self.counters.published_states
+        published[kind.name] = published.get(kind.name, 0) + 1
+        return True
+
+    # room
+
+    def allocate_slot(self, kind: Kind | None = None) -> int | None:
+        """A slot for a running request (kind None) or for a state of that kind; None if there is
+        none to be had.
+
+        A transient state only takes the place of a spent one.
+        """
+        if self.state_pool.num_free == 0 and not self.evict_state(
+            spent_only=kind is not None and kind.is_transient
+        ):
+            return None
+        return self.state_pool.allocate()
+
+    def allocate_blocks(self, count: int) -> list[int] | None:
+        """KV blocks, made free as needed; None, and nothing evicted, if there are not enough."""
+        if count > self.num_available_blocks:
+            return None
+        while self.block_pool.num_free < count:
+            evicted = self.evict_kv()
+            assert evicted, f"{count=} {self.num_available_blocks=}"
+        return self.block_pool.allocate(count)
+
+    def evict_state(self, *, spent_only: bool = False) -> bool:
+        """Frees one slot: a spent state, else the least recently hit one. Returns whether it
+        could.
+        """
+        node = self._spent_states.first()
+        if node is None and not spent_only:
+            node = self._states.first()
+        if node is None:
+            return False
+        self.counters.evictions_for_states += 1
+        self._drop_state(node)
+        return True
+
+    def evict_kv(self) -> bool:
+        """Frees the blocks of one unit: KV below all states first, then the least recently hit leaf
+        with its state.
+        """
+        node = self._bare_leaves.first() or self._state_leaves.first()
+        if node is None:
+            return False
+        self.counters.evictions_for_kv += 1
+        self._remove(node)
+        return True
+
+    def forget(self, node: Node, slot: int) -> None:
+        """Drops a state that its maker has replaced by newer ones, unless somebody else found it of
+        use.
+        """
+        if node.slot == slot and not node.was_hit and not self.state_pool.pins[slot]:
+            self._drop_state(node)
+
+    def clear(self) -> None:
+        """Drops everything that no request uses."""
+        while (node := self._bare_leaves.first() or self._state_leaves.first()) is not None:
+            self._remove(node)
+        while (node := self._states.first()) is not None:
+            self._drop_state(node)
+
+    # tree
+
+    def _path_of(self, keys: list[bytes]) -> list[Node]:
+        """Nodes of the cached units of `keys`, deepest first. KV goes from the leaves, so what is
+        there is a prefix.
+        """
+        nodes = self._nodes
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in nodes:
+                low = middle
+            else:
+                high = middle - 1
+        path = []
+        node = nodes[keys[low - 1]] if low else None
+        while node is not None and node.depth:
+            path.append(node)
+            node = node.parent
+        return path
+
+    def _unreference(self, node: Node) -> None:
+        step: Node | None = node
+        while step is not None and step.depth:
+            step.references -= 1
+            if step.references == 0:
+                self._num_referenced -= 1
+            step = step.parent
+        self._requeue(node)
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None and not node.references and not node.children, f"{node!r}"
+        had_state = node.slot >= 0
+        if had_state:
+            self.counters.states_lost_with_kv += 1
+            self._free_state(node)
+        self._bare_leaves.discard(node)
+        self._state_leaves.discard(node)
+        del self._nodes[node.key]
+        del parent.children[node.key]
+        parent.last_used = max(parent.last_used, node.last_used)
+        self.block_pool.release(node.blocks)
+        if had_state or len(parent.children) == 1:
+            self._refresh_from(parent)
+        self._requeue(parent)
+
+    def _drop_state(self, node: Node) -> None:
+        self._free_state(node)
+        self._requeue(node)
+        if node.parent is not None:
+            self._refresh_from(node.parent)
+
+    def _free_state(self, node: Node) -> None:
+        slot = node.slot
+        assert self.state_pool.status[slot] is SlotStatus.READY and not self.state_pool.pins[slot]
+        self.state_pool.release(slot)
+        self._node_of_slot[slot] = None
+        node.slot = NO_SLOT
+        node.is_spent = False
+        self._states.discard(node)
+        self._spent_states.discard(node)
+
+    def _refresh_from(self, node: Node) -> None:
+        """Something below changed: looks again at the nearest state at or above `node`."""
+        step: Node | None = node
+        while step is not None and step.slot < 0:
+            step = step.parent
+        if step is not None:
+            self._refresh(step)
+
+    def _refresh(self, node: Node) -> None:
+        node.is_spent = node.kind.is_transient and not node.was_hit and _leads_to_state(node)
+        self._requeue(node)
+
+    def _requeue_slot(self, slot: int) -> None:
+        node = self._node_of_slot[slot]
+        if node is not None:
+            self._requeue(node)
+
+    def _requeue(self, node: Node) -> None:
+        """Puts the node into the queues that its present condition asks for."""
+        has_state = node.slot >= 0
+        is_leaf = node.depth > 0 and not node.references and not node.children
+        if is_leaf and has_state:
+            self._state_leaves.put(node, node.last_hit)
+        else:
+            self._state_leaves.discard(node)
+        if is_leaf and not has_state:
+            self._bare_leaves.put(node, node.last_used)
+        else:
+            self._bare_leaves.discard(node)
+        if has_state and not self.state_pool.pins[node.slot]:
+            self._states.put(node, node.last_hit)
+            if node.is_spent:
+                self._spent_states.put(node, node.last_hit)
+            else:
+                self._spent_states.discard(node)
+        else:
+            self._states.discard(node)
+            self._spent_states.discard(node)
+
+    def _make_path_room(self, node: Node, kind: Kind) -> bool:
+        """Drops the least valuable states of the path until one more fits; False if that is the new
+        one itself.
+        """
+        above = []
+        step = node.parent
+        while step is not None:
+            if step.slot >= 0:
+                above.append(step)
+            step = step.parent
+        below = _max_states_below(node)
+        while len(above) + 1 + below > self.max_states_per_path:
+            victims = [n for n in above if not self.state_pool.pins[n.slot]]
+            victim = max(victims, key=_worthlessness, default=None)
+            # the deepest state of a path always stays, so the new one only gives way if there is a
+            # deeper one
+            if victim is None or (below and kind > victim.kind):
+                return False
+            above.remove(victim)
+            self.counters.states_over_path_cap += 1
+            self._drop_state(victim)
+        return True
+
+    def check_integrity(self) -> None:
+        """Compares every derived fact with the tree itself. Slow; for tests."""
+        self.block_pool.check_integrity()
+        self.state_pool.check_integrity()
+        reachable = list(_descendants(self.root))
+        assert {n.key for n in reachable} == set(self._nodes), "tree and index differ"
+        assert len(reachable) == len(self._nodes), "a key is in the tree twice"
+        assert sum(n.references > 0 for n in reachable) == self._num_referenced
+        owned: set[int] = set()
+        for node in reachable:
+            assert node.parent is not None and node.parent.children[node.key] is node
+            assert node.depth == node.parent.depth + 1
+            assert node.references >= max((c.references for c in node.children.values()), default=0)
+            assert len(node.blocks) == self.blocks_per_unit and owned.isdisjoint(node.blocks)
+            assert not any(map(self.block_pool.is_free, node.blocks)), f"{node!r} has a free block"
+            owned.update(node.blocks)
+            self._check_node(node)
+        keyed = {slot for slot, node in enumerate(self._node_of_slot) if node is not None}
+        ready = {
+            slot for slot, status in enumerate(self.state_pool.status) if status is SlotStatus.READY
+        }
+        assert keyed == ready == {n.slot for n in reachable if n.slot >= 0}, f"{keyed=} {ready=}"
+        for queue in (self._bare_leaves, self._state_leaves, self._states, self._spent_states):
+            assert all(self._nodes.get(n.key) is n for n in queue.ordered()), (
+                "a dead node is queued"
+            )
+        assert _max_states_below(self.root) <= self.max_states_per_path
+        c = self.counters
+        assert c.queried_tokens == c.hit_tokens + c.lost_tokens + c.missed_tokens, f"{c}"
+
+    def _check_node(self, node: Node) -> None:
+        is_leaf = not node.references and not node.children
+        free_state = node.slot >= 0 and not self.state_pool.pins[node.slot]
+        assert (node in self._bare_leaves) == (is_leaf and node.slot < 0), f"{node!r}"
+        assert (node in self._state_leaves) == (is_leaf and node.slot >= 0), f"{node!r}"
+        assert (node in self._states) == free_state, f"{node!r}"
+        assert (node in self._spent_states) == (free_state and node.is_spent), f"{node!r}"
+        if node.slot >= 0:
+            assert self._node_of_slot[node.slot] is node
+            assert self.state_pool.position[node.slot] == node.depth * self.unit
+            spent = node.kind.is_transient and not node.was_hit and _leads_to_state(node)
+            assert node.is_spent == spent, f"{node!r} {spent=}"
+            assert node.references or not self.state_pool.pins[node.slot], f"{node!r} is read"
+        else:
+            assert not node.is_spent
+
+
+def _worthlessness(node: Node) -> tuple[int, bool, int, int]:
+    """Order in which states leave a path that has too many: the largest first."""
+    return (node.kind, len(node.children) < 2, -node.last_hit, -node.depth)
+
+
+def _leads_to_state(node: Node) -> bool:
+    """Whether the path down from the node reaches a state before it forks or ends."""
+    while len(node.children) == 1:
+        (node,) = node.children.values()
+        if node.slot >= 0:
+            return True
+    return False
+
+
+def _max_states_below(node: Node) -> int:
+    most = 0
+    stack = [(child, 0) for child in node.children.values()]
+    while stack:
+        child, count = stack.pop()
+        count += child.slot >= 0
+        most = max(most, count)
+        stack.extend((grandchild, count) for grandchild in child.children.values())
+    return most
+
+
+def _descendants(node: Node) -> list[Node]:
+    found: list[Node] = []
+    stack = list(node.children.values())
+    while stack:
+        child = stack.pop()
+        found.append(child)
+        stack.extend(child.children.values())
+    return found
