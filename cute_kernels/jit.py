@@ -35,6 +35,8 @@ from typing import Any
 
 import torch
 
+from . import cubin
+
 ROOM = Path(__file__).parent
 AOT_VARIABLE = "TORCH_KDA_AOT"
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # compute capability to the arch that it runs
@@ -222,14 +224,22 @@ def _file_lock(path: Path) -> Iterator[None]:
 def build_object(
     variant: Variant, arch: str, folder: Path, dump: Path | None = None
 ) -> dict[str, Any]:
-    """Compiles a variant into `folder`, without a GPU, and returns its manifest entry."""
+    """Compiles a variant into `folder`, without a GPU, and returns its manifest entry.
+
+    With an empty folder `dump` for cubin and PTX, the entry tells what each kernel takes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     compiled = compile_variant(variant, arch, dump)
     path = folder / f"{variant.name}.o"
     compiled.export_to_c(str(path), function_name=variant.name)
     if _linker() is not None:
         path = _link(path)
-    return {"file": path.name, "sha256": _hash(path), "facts": dict(variant.facts)}
+    entry = {"file": path.name, "sha256": _hash(path), "facts": dict(variant.facts)}
+    if dump is not None and cubin.find_tool("cuobjdump") is not None:
+        (binary,) = dump.glob("*.cubin")
+        found = cubin.resources(binary, compiled)
+        entry["kernels"] = {name: use.asdict() for name, use in found.items()}
+    return entry
 
 
 def compile_variant(variant: Variant, arch: str, dump: Path | None = None) -> Any:

@@ -1,0 +1,67 @@
+"""Compiles every kernel ahead of time, without a GPU: `python -m torch_kda.cute_kernels.build`.
+
+DIR/<arch>/ gets a library for each object and a manifest.json that says what they were built from.
+At run time TORCH_KDA_AOT=DIR names them; in `cute_kernels/aot/` of the package they need no name.
+"""
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from . import jit
+from .kda_prefill import VARIANTS
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_kda.cute_kernels.build",
+        description="Compile every kernel ahead of time; needs no GPU.",
+    )
+    parser.add_argument(
+        *("--arch", "-a"),
+        action="append",
+        choices=sorted(jit.ARCHS.values()),
+        help="architecture, once or more (default: sm_90a)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for objects")
+    options = parser.parse_args(arguments)
+    for arch in options.arch or ["sm_90a"]:
+        build(arch, options.out)
+
+
+def build(arch: str, out: Path) -> Path:
+    """Builds all variants for an arch into `out`/`arch`, which is replaced; returns that folder."""
+    folder = out / arch
+    shutil.rmtree(folder, ignore_errors=True)
+    objects = {}
+    for i, variant in enumerate(VARIANTS, 1):
+        print(f"[{i}/{len(VARIANTS)}] {variant.name} {arch} ...", flush=True)
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as dump:
+            entry = jit.build_object(variant, arch, folder, Path(dump))
+        size = (folder / entry["file"]).stat().st_size
+        took = time.perf_counter() - started
+        print(f"    {entry['file']}: {size / 1024:.0f} KiB in {took:.1f} s", flush=True)
+        _print_kernels(entry.get("kernels", {}))
+        objects[variant.name] = entry
+    jit.write_manifest(folder, arch, objects)
+    print(f"{folder}: {len(objects)} objects; use them with {jit.AOT_VARIABLE}={out.resolve()}")
+    return folder
+
+
+def _print_kernels(kernels: dict[str, dict[str, int]]) -> None:
+    if not kernels:
+        print("    (no cuobjdump: registers, stack and shared memory are unknown)")
+    for name, use in sorted(kernels.items()):
+        print(
+            "    {name:28s} {threads:4d} threads  {registers:3d} registers  "
+            "{shared_bytes:6d} B shared  {stack_bytes} B stack  {local_bytes} B local".format(
+                name=name, **use
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
