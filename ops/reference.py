@@ -10,6 +10,7 @@ gives an element the same bits wherever it stands in a tensor. torch's CPU sigmo
 softplus don't (their vectors and tails differ); exp and log1p do.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -136,9 +137,8 @@ def _decayed_products(x: Tensor, k: Tensor, g: Tensor) -> Tensor:
         pair = g.new_zeros(*g.shape[:-2], SUB, SUB, g.shape[-1])
         for r in range(1, SUB):
             pair[..., r, :r, :] = pair[..., r - 1, :r, :] + g[..., i + r, None, :]
-        out[..., here, here] = (x[..., here, None, :] * (k[..., None, here, :] * pair.exp())).sum(
-            -1
-        )
+        decayed = k[..., None, here, :] * pair.exp()
+        out[..., here, here] = (x[..., here, None, :] * decayed).sum(-1)
         if i > 0:
             left = x[..., here, :] * g[..., here, :].cumsum(-2).exp()
             right = k[..., :i, :] * _sum_after(g[..., :i, :]).exp()
@@ -239,7 +239,7 @@ def kda_decode_ref(
         return qkv.new_zeros(0, HV * V)
     num_slots = state_pool.shape[0]
     if state_pool.is_cpu:
-        _assert_slots([int(s) for s in src_slots], dst_slots.tolist(), num_slots)
+        _assert_slots(src_slots.tolist(), dst_slots.tolist(), num_slots, num_own=M)
     has_src = (src_slots >= 0) & (src_slots < num_slots)
     src = torch.where(has_src, src_slots, 0).long()
     state, window = state_pool[src], conv_pool[src]
@@ -460,7 +460,7 @@ def _sequences(
         reads, writes = (s if 0 <= s < num_slots else -1 for s in (initial[n], final[n]))
         result.append(_Sequence(cu[n], length, reads, writes, exports))
     writes = [[s.final, *(slot for _, slot in s.exports)] for s in result]
-    _assert_slots([s.initial for s in result], writes, num_slots)
+    _assert_slots([s.initial for s in result], writes, num_slots, num_own=1)
     return result
 
 
@@ -477,18 +477,22 @@ def _valid_exports(
     return result
 
 
-def _assert_slots(reads: Sequence[int], writes: Sequence[Sequence[int]], num_slots: int) -> None:
-    """The scheduler's promise: slots written are distinct, and no other sequence reads them."""
-    reader = {slot: n for n, slot in enumerate(reads) if 0 <= slot < num_slots}
-    shared = {slot for slot in reader if list(reads).count(slot) > 1}
-    seen: set[int] = set()
+def _assert_slots(
+    reads: Sequence[int], writes: Sequence[Sequence[int]], num_slots: int, *, num_own: int
+) -> None:
+    """The scheduler's promise: slots written are distinct, and not read in the same call.
+
+    The first `num_own` writes of a sequence may be its own initial slot if nobody else reads that.
+    """
+    readers, seen = Counter(reads), set()
     for n, row in enumerate(writes):
-        for slot in row:
-            if 0 <= slot < num_slots:
-                assert slot not in seen, f"slot {slot} is written twice in one call"
-                is_own = slot not in reader or (reader[slot] == n and slot not in shared)
-                assert is_own, f"slot {slot} is written by {n} and read by another"
-                seen.add(slot)
+        for i, slot in enumerate(row):
+            if not 0 <= slot < num_slots:
+                continue
+            assert slot not in seen, f"slot {slot} is written twice in one call"
+            seen.add(slot)
+            is_own = i < num_own and slot == reads[n] and readers[slot] == 1
+            assert is_own or slot not in readers, f"slot {slot} is written by {n} and also read"
 
 
 def _tile_rows(

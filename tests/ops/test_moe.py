@@ -1,0 +1,70 @@
+"""moe."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch_kda.ops.moe import moe
+from torch_kda.tests.checks import assert_close_as_torch, assert_same
+from torch_kda.tests.ops.cases import Case
+
+
+def moe_case(
+    M: int, dtype: torch.dtype, device: str, *, E: int = 5, k: int = 2, F: int = 24, dim: int = 16
+) -> Case:
+    x, w13, w2 = (torch.randn(*s) / s[-1] ** 0.5 for s in ((M, dim), (E, 2 * F, dim), (E, dim, F)))
+    ids = torch.stack([torch.randperm(E)[:k] for _ in range(M)]) if M else torch.zeros(0, k)
+    tensors = {"x": x, "w13": w13, "w2": w2}
+    return {
+        **{name: t.to(device, dtype) for name, t in tensors.items()},
+        "topk_ids": ids.to(device, torch.int32),
+        "topk_weights": torch.rand(M, k).to(device),
+    }
+
+
+def by_row(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for m in range(x.shape[0]):
+        for e, weight in zip(topk_ids[m].tolist(), topk_weights[m].to(x.dtype), strict=True):
+            gate, up = (w13[e] @ x[m]).chunk(2)
+            out[m] += weight * (w2[e] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+def check(case: Case) -> None:
+    floats = ("x", "w13", "w2")
+    true = by_row(**{n: t.double().cpu() if n in floats else t.cpu() for n, t in case.items()})
+    assert_close_as_torch("y", moe(**case), true, by_row(**case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("M", [0, 1, 7, 65])
+def test_moe(M: int, dtype: torch.dtype, device: str) -> None:
+    check(moe_case(M, dtype, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_moe_one_expert_takes_all(dtype: torch.dtype, device: str) -> None:
+    case = moe_case(33, dtype, device, k=1)
+    case["topk_ids"].fill_(3)
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bad", [-1, 5, 1_000], ids=str)
+def test_moe_ids_out_of_range(bad: int, dtype: torch.dtype, device: str, nan_memory: None) -> None:
+    case = moe_case(9, dtype, device)
+    case["topk_ids"][2] = bad
+    case["topk_ids"][5, 0] = bad
+    out = moe(**case)
+    assert_same("no expert", out[2], torch.zeros_like(out[2]))
+    # an id that is skipped is one of weight zero
+    case["topk_weights"][5, 0] = case["topk_weights"][2, 0] = case["topk_weights"][2, 1] = 0
+    case["topk_ids"].clamp_(0, 4)
+    check(case)
+    assert_same("the other choice", out[5], moe(**case)[5])
+
+
+def test_moe_int64_ids(device: str) -> None:
+    case = moe_case(9, torch.float32, device)
+    as_int64 = case | {"topk_ids": case["topk_ids"].long()}
+    assert_same("y", moe(**as_int64), moe(**case))
