@@ -1,5 +1,6 @@
 """Kimi Delta Attention: prefill of packed sequences in chunks, and decode of one step's rows."""
 
+import functools
 from typing import Any
 
 import torch
@@ -18,23 +19,28 @@ from .library import (
     wide_dtype,
 )
 
+MAX_SEQUENCES = 4096  # of a call on CUDA: one CTA lays all of them out
+
 
 def kda_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Lays out a prefill in tiles of 16 tokens; made once a forward, for every `kda_prefill` in it.
 
-    N >= 1 sequences of T = num_tokens rows at most. A tile holds tokens of one sequence only.
+    N >= 1 sequences in T = num_tokens rows at most. A tile holds tokens of one sequence only, tiles
+    of a sequence are consecutive, and C = ceil(T / 16) + N tiles suffice.
 
     Args:
         cu_seqlens: [N+1] int32. Start of each sequence, and the end; the last value may repeat.
         num_tokens: Rows that q, k and v will have, >= 0.
 
     Returns:
-        plan: [N + 1 + 3 * (ceil(T / 16) + N)] int32, on cu_seqlens' device. First the tiles before
-            each sequence and in all; then for each tile its sequence, its first row and its number
-            of rows in 1..16, -1 where there is no tile.
+        plan: [4 N + 2 C] int32, on cu_seqlens' device. For each sequence (its number, first row,
+            length, first tile), from the longest class of lengths to the shortest; then for each
+            tile (first row, number of rows in 1..16). Tiles past the last one are (row, -rows):
+            rows of no sequence, 0..16 of them.
 
     Raises:
         ValueError: cu_seqlens or num_tokens is not as above.
+        NotImplementedError: on CUDA, more than 4096 sequences.
     """
     _check_plan(cu_seqlens, num_tokens)
     return _kda_plan(cu_seqlens, num_tokens)
@@ -103,7 +109,8 @@ def kda_prefill(
 
     Raises:
         ValueError: a shape, dtype, stride, device or lower_bound is not as above.
-        NotImplementedError: on CUDA, K or V other than 128, or a dtype other than bf16.
+        NotImplementedError: on CUDA, K or V other than 128, a dtype other than bf16, or more than
+            4096 sequences.
 
     Source: Kimi Linear (arXiv 2510.26692). Reference: `ops.reference.kda_prefill_ref`.
     """
@@ -191,6 +198,8 @@ def _check_plan(cu_seqlens: Tensor, num_tokens: int) -> None:
     check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", INT, {})
     require(shape[0] >= 2, op, "cu_seqlens", "[N+1] with N >= 1", shape)
     require(num_tokens >= 0, op, "num_tokens", ">= 0", num_tokens)
+    if cu_seqlens.is_cuda:
+        _check_sequences(op, shape[0] - 1)
 
 
 def _check_prefill(
@@ -246,8 +255,10 @@ def _check_prefill(
     _check_bound(op, lower_bound)
     if q.is_cuda:
         _check_cuda(op, dims["K"], dims["V"], q.dtype)
+        _check_sequences(op, dims["N"])
         for name, x in rows.items():
-            _check_aligned(op, name, x)
+            _check_aligned(op, name, x, 8)
+        _check_aligned(op, "state_pool", state_pool, 4)
 
 
 def _check_decode(
@@ -318,36 +329,73 @@ def _check_cuda(op: str, K: int, V: int, dtype: torch.dtype) -> None:
         raise NotImplementedError(f"{op}: on CUDA K = V = 128 in bfloat16 is built, got {got}")
 
 
-def _check_aligned(op: str, name: str, x: Tensor) -> None:
-    """16-byte loads of rows: strides of 8 elements, and a base that is no odd slice."""
-    is_aligned = x.stride(0) % 8 == 0 and x.storage_offset() % 8 == 0
+def _check_sequences(op: str, N: int) -> None:
+    if N > MAX_SEQUENCES:
+        expected = f"on CUDA up to {MAX_SEQUENCES} sequences are built"
+        raise NotImplementedError(f"{op}: {expected}, got cu_seqlens for {N}; split the call")
+
+
+def _check_aligned(op: str, name: str, x: Tensor, elements: int) -> None:
+    """16-byte loads of rows: strides of whole loads, and a base that is no odd slice."""
+    is_aligned = x.stride(0) % elements == 0 and x.storage_offset() % elements == 0
     got = f"row stride {x.stride(0)}, offset {x.storage_offset()}"
-    require(is_aligned, op, name, "16-byte aligned in each row (multiples of 8 elements)", got)
+    expected = f"16-byte aligned in each row (multiples of {elements} elements)"
+    require(is_aligned, op, name, expected, got)
+
+
+def _num_tiles(N: int, T: int) -> int:
+    return (T + reference.CHUNK - 1) // reference.CHUNK + N
 
 
 def _plan_size(N: int, T: int) -> int:
-    return N + 1 + 3 * ((T + reference.CHUNK - 1) // reference.CHUNK + N)
+    return 4 * N + 2 * _num_tiles(N, T)
 
 
-def _kda_plan_any(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    N = cu_seqlens.shape[0] - 1
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    starts = torch.zeros_like(cu_seqlens)
-    starts[1:] = ((lengths + reference.CHUNK - 1) // reference.CHUNK).cumsum(0)
-    num_tiles = (_plan_size(N, num_tokens) - N - 1) // 3
-    tile = torch.arange(num_tiles, dtype=INT, device=cu_seqlens.device)
-    sequence = torch.searchsorted(starts[1:], tile, right=True, out_int32=True)
-    is_tile = sequence < N
-    sequence = torch.where(is_tile, sequence, 0)
-    begin = (tile - starts[sequence]) * reference.CHUNK
-    count = (lengths[sequence] - begin).clamp(max=reference.CHUNK)
-    table = torch.stack([sequence, cu_seqlens[sequence] + begin, count], dim=1)
-    return torch.cat([starts, torch.where(is_tile[:, None], table, -1).flatten()]).to(INT)
+def _kda_plan_cpu(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    N, C = cu_seqlens.shape[0] - 1, _num_tiles(cu_seqlens.shape[0] - 1, num_tokens)
+    start = cu_seqlens.clamp(0, num_tokens)
+    length = (start[1:] - start[:-1]).clamp(min=0)
+    tiles = (length + reference.CHUNK - 1) // reference.CHUNK
+    ends = tiles.cumsum(0, dtype=INT)
+    order = _length_class(tiles).argsort(descending=True, stable=True)
+    sequences = torch.stack([torch.arange(N, dtype=INT), start[:-1], length, ends - tiles], dim=1)
+    return torch.cat([sequences[order].flatten(), _plan_tiles(start, tiles, ends, num_tokens, C)])
+
+
+def _length_class(tiles: Tensor) -> Tensor:
+    """Two classes for each power of two of the number of tiles; 31 is the last."""
+    octave = sum((tiles >= 2**i).to(INT) for i in range(1, 31))
+    half = torch.where(tiles == 1, 1, (tiles >> (octave - 1).clamp(min=0)) & 1)
+    return torch.where(tiles == 0, 0, (2 * octave + half).clamp(max=31))
+
+
+def _plan_tiles(start: Tensor, tiles: Tensor, ends: Tensor, num_tokens: int, C: int) -> Tensor:
+    tile = torch.arange(C, dtype=INT)
+    row = start[-1] + (tile - tiles.sum()) * reference.CHUNK
+    row = row.clamp(max=num_tokens)
+    rows = -(num_tokens - row).clamp(max=reference.CHUNK)
+    n = torch.searchsorted(ends, tile, right=True)
+    is_tile = n < tiles.shape[0]
+    n = n[is_tile]
+    first = start[n] + (tile[is_tile] - (ends - tiles)[n]) * reference.CHUNK
+    row[is_tile] = first
+    rows[is_tile] = (start[n + 1] - first).clamp(max=reference.CHUNK)
+    return torch.stack([row, rows], dim=1).flatten().to(INT)
+
+
+def _kda_plan_cuda(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    return _cuda().make_plan(cu_seqlens, num_tokens)
 
 
 def _kda_prefill_cuda(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
-    # stand-in: reads lengths on the host, so it can't be captured
-    return reference.kda_prefill_ref(*tensors, lower_bound=lower_bound, scale=scale)
+    return _cuda().kda_prefill(*tensors, lower_bound=lower_bound, scale=scale)
+
+
+@functools.cache
+def _cuda() -> Any:
+    from ..cute_kernels import kda_prefill
+
+    return kda_prefill
 
 
 def _kda_prefill_fake(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
@@ -369,8 +417,8 @@ def _kda_plan_fake(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 _kda_plan = define_op(
     "kda_plan(Tensor cu_seqlens, SymInt num_tokens) -> Tensor",
-    cpu=_kda_plan_any,
-    cuda=_kda_plan_any,
+    cpu=_kda_plan_cpu,
+    cuda=_kda_plan_cuda,
     fake=_kda_plan_fake,
 )
 _kda_prefill = define_op(

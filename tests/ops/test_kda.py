@@ -1,5 +1,7 @@
 """kda_prefill and kda_plan: accuracy, contract, and bits."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch_kda.ops.kda import kda_plan, kda_prefill
@@ -287,21 +289,47 @@ def test_kda_prefill_asserts_the_schedulers_promise(
         run(kda_prefill, case, **{name: ints(value) for name, value in slots.items()})
 
 
-@pytest.mark.parametrize(
-    "lengths", [[0], [1], [16], [17, 0, 32, 5], [0, 0, 3, 0], [15] * 5], ids=str
-)
-def test_kda_plan(lengths: list[int], device: str) -> None:
-    T, N = sum(lengths) + 7, len(lengths)
-    cu = [sum(lengths[:n]) for n in range(N + 1)]
+PLANS = {
+    "empty": [0],
+    "1": [1],
+    "16": [16],
+    "17-0-32-5": [17, 0, 32, 5],
+    "0-0-3-0": [0, 0, 3, 0],
+    "5x15": [15] * 5,
+    "long-among-short": [40, 1, 5000, 40, 0, 300, 299, 16 * 2**17],
+    "300": [7 * n % 130 for n in range(300)],
+    "4096": [(37 * n) % 61 for n in range(4096)],
+}
+
+
+@pytest.mark.parametrize("padding", [0, 1, 39])
+@pytest.mark.parametrize("lengths", PLANS.values(), ids=PLANS)
+def test_kda_plan(lengths: list[int], padding: int, device: str) -> None:
+    N, end, T = len(lengths), sum(lengths), sum(lengths) + padding
+    cu = [*accumulate(lengths, initial=0)]
     tiles = [
-        (n, cu[n] + i, min(16, lengths[n] - i)) for n in range(N) for i in range(0, lengths[n], 16)
+        (cu[n] + i, min(16, lengths[n] - i)) for n in range(N) for i in range(0, lengths[n], 16)
     ]
-    before = [sum(-(-length // 16) for length in lengths[:n]) for n in range(N + 1)]
-    expected = before + [x for tile in tiles for x in tile]
+    first = [*accumulate((-(-length // 16) for length in lengths), initial=0)]
+    spare = -(-T // 16) + N - len(tiles)
+    rows = [min(end + 16 * i, T) for i in range(spare)]
     plan = kda_plan(ints(cu, device), T)
-    assert plan.tolist()[: len(expected)] == expected
-    assert set(plan.tolist()[len(expected) :]) <= {-1}
-    assert plan.shape[0] == N + 1 + 3 * (-(-T // 16) + N) and plan.dtype == torch.int32
+    assert plan.dtype == torch.int32 and plan.shape == (4 * N + 2 * (len(tiles) + spare),)
+    table = plan[: 4 * N].reshape(N, 4).tolist()
+    assert sorted(table) == [[n, cu[n], lengths[n], first[n]] for n in range(N)]
+    got = [tuple(tile) for tile in plan[4 * N :].reshape(-1, 2).tolist()]
+    assert got[: len(tiles)] == tiles
+    assert got[len(tiles) :] == [(row, -min(16, T - row)) for row in rows]
+    assert sum(-count for _, count in got[len(tiles) :]) == padding
+    # longest first by classes: none is 1.5 times as long in tiles as one before it
+    counts = [-(-entry[2] // 16) for entry in table]
+    shortest = [*accumulate(counts, min)]
+    assert all(
+        count < max(1.5 * least, 1) or count <= least
+        for count, least in zip(counts, shortest, strict=True)
+    )
+    if device == "cuda":
+        assert_same("plan", plan.cpu(), kda_plan(ints(cu), T))
 
 
 def test_kda_prefill_with_plan(device: str) -> None:
