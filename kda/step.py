@@ -1,15 +1,25 @@
 """One step in tensors: what the model reads beside weights and pools."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from ..scheduler.batch import ScheduledBatch, ScheduledRow
+
+TOKEN_ALIGNMENT = 16  # T is a multiple of this
+FIELD_ALIGNMENT = 64  # int32 elements: each tensor starts on a 256-byte line
+MAX_CACHED_LAYOUTS = 1024  # (D, T) pairs whose views are kept
 
 
 class StepInputs(NamedTuple):
     """D decode rows of 1 + K tokens come first, then T prefill tokens of up to N sequences.
 
-    Every shape is a capacity, so one compilation serves every batch; the padding values stand at each field.
-    D and T are read off the shapes: D = decode_src_slots.shape[0], T = input_ids.shape[0] - D * (1 + K).
+    Every shape is a capacity, so one compilation serves every batch; the padding values stand at
+    each field. D and T are read off the shapes: D = decode_src_slots.shape[0],
+    T = input_ids.shape[0] - D * (1 + K).
     """
 
     input_ids: torch.Tensor  # [D * (1 + K) + T] int32; padding: 0
@@ -24,4 +34,295 @@ class StepInputs(NamedTuple):
     block_table: torch.Tensor  # [D + N, max_blocks] int32; decode rows first; padding: 0
     slot_mapping: torch.Tensor  # [D * (1 + K) + T] int32, block * block_size + offset; -1: no write
     seq_lens: torch.Tensor  # [D + N] int32, tokens attended to after this step; padding: 0
-    sample_rows: torch.Tensor  # [R] int32, rows of the hidden states whose logits are wanted; padding: 0
+    sample_rows: (
+        torch.Tensor
+    )  # [R] int32, rows of the hidden states whose logits are wanted; padding: 0
+
+
+def mark_token_dim(inputs: StepInputs) -> None:
+    """Tell the compiler that T varies (T > 0); every other size is a capacity."""
+    for tensor in (inputs.input_ids, inputs.slot_mapping):
+        torch._dynamo.mark_dynamic(tensor, 0, min=TOKEN_ALIGNMENT)
+
+
+class StepBuffers:
+    """Turns batches into StepInputs: one packed host buffer, one copy, fixed addresses.
+
+    A step is laid out for D decode rows and T prefill tokens, which may exceed the batch's own;
+    each (D, T) has its views of the same memory, so a captured graph is replayed after `fill`.
+
+    On CUDA two pinned buffers take turns, so a step can be filled while the copy of the one before
+    is under way. On a CPU the views are the host buffer itself and hold until the next `fill`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_decode_rows: int,
+        max_prefill_tokens: int,
+        max_prefill_rows: int,
+        max_checkpoints: int,
+        max_blocks: int,
+        block_size: int,
+        num_speculative_tokens: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """
+        Args:
+            max_decode_rows: D at most.
+            max_prefill_tokens: T at most; rounded up to a multiple of 16.
+            max_prefill_rows: N, in every step that has prefill tokens.
+            max_checkpoints: C.
+            max_blocks: KV blocks of the longest request.
+            block_size: Tokens of a KV block.
+            num_speculative_tokens: K.
+        """
+        self.block_size = block_size
+        self.row_tokens = 1 + num_speculative_tokens
+        self.max_decode_rows = max_decode_rows
+        self.max_prefill_tokens = _round_up(max_prefill_tokens, TOKEN_ALIGNMENT)
+        self.max_prefill_rows = max_prefill_rows
+        self.max_checkpoints = max_checkpoints
+        capacity = self._sizes(max_decode_rows, self.max_prefill_tokens)
+        inner = {"decode_dst_slots": (self.row_tokens,), "block_table": (max_blocks,)}
+        self._shapes = {name: (size, *inner.get(name, ())) for name, size in capacity.items()}
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for name, shape in self._shapes.items():
+            self._offsets[name] = end
+            end += _round_up(int(np.prod(shape)), FIELD_ALIGNMENT)
+        is_cuda = torch.device(device).type == "cuda"
+        self._hosts = [self._new_host(end, pin=is_cuda) for _ in range(2 if is_cuda else 1)]
+        self._device = self._hosts[0].packed
+        if is_cuda:
+            self._device = torch.zeros(end, dtype=torch.int32, device=device)
+        self._layouts: dict[tuple[int, int], _Layout] = {}
+        self._turn = 0
+        self._positions = np.arange(max_blocks * block_size)
+        # of the last fill, [D * (1 + K) + T] int32: the row of the step before whose sampled token
+        # stands here; -1: the id is known
+        self.prev_rows = self._view(self._device, "prev_rows")
+
+    def fill(
+        self,
+        batch: ScheduledBatch,
+        num_decode_rows: int | None = None,
+        num_prefill_tokens: int | None = None,
+    ) -> StepInputs:
+        """The batch as tensors, on their way to the device on the current stream.
+
+        Sampled row i is the batch's row i (with draft tokens: 1 + K of them for a decode row), so
+        `sample_rows` says where each row of logits comes from. `prev_rows` is set too.
+
+        Args:
+            num_decode_rows: D to lay out for. None: the batch's own.
+            num_prefill_tokens: T, a multiple of 16. None: the batch's own, rounded up.
+        """
+        num_decode = batch.num_decode_rows
+        decode, prefill = batch.rows[:num_decode], batch.rows[num_decode:]
+        tokens = batch.num_prefill_tokens
+        D = num_decode if num_decode_rows is None else num_decode_rows
+        T = _round_up(tokens, TOKEN_ALIGNMENT) if num_prefill_tokens is None else num_prefill_tokens
+        self._assert_fits(num_decode, tokens, len(prefill), D, T)
+        layout = self._layout(D, T)
+        host = self._hosts[self._turn]
+        self._turn = (self._turn + 1) % len(self._hosts)
+        if host.copied is not None:
+            host.copied.synchronize()
+        sizes = self._sizes(D, T)
+        arrays = {name: host.arrays[name][:size] for name, size in sizes.items()}
+        for name, padding in _PADDING.items():
+            arrays[name].fill(padding)
+        self._fill_decode(host, arrays, decode, D)
+        self._fill_prefill(host, arrays, prefill, D, num_decode)
+        if host.copied is not None:
+            end = layout.end
+            self._device[:end].copy_(host.packed[:end], non_blocking=True)
+            host.copied.record()
+        self.prev_rows = layout.prev_rows
+        return layout.inputs
+
+    def take_tokens(self, inputs: StepInputs, sampled: torch.Tensor) -> None:
+        """Put tokens that the step before sampled, by its rows, where `inputs` waits for them."""
+        known = self.prev_rows < 0
+        rows = torch.where(known, 0, self.prev_rows)
+        inputs.input_ids.copy_(torch.where(known, inputs.input_ids, sampled[rows]))
+
+    def _sizes(self, D: int, T: int) -> dict[str, int]:
+        """Leading sizes, in packed order. The table comes last: its tail isn't copied."""
+        N = self.max_prefill_rows if T > 0 else 0
+        tokens = D * self.row_tokens + T
+        return {
+            "decode_src_slots": D,
+            "decode_dst_slots": D,
+            "cu_seqlens": N + 1,
+            "initial_slots": N,
+            "final_slots": N,
+            "checkpoint_indptr": N + 1,
+            "checkpoint_offsets": self.max_checkpoints,
+            "checkpoint_slots": self.max_checkpoints,
+            "seq_lens": D + N,
+            "sample_rows": D * self.row_tokens + N,
+            "input_ids": tokens,
+            "slot_mapping": tokens,
+            "prev_rows": tokens,
+            "block_table": D + N,
+        }
+
+    def _new_host(self, size: int, *, pin: bool) -> "_Host":
+        packed = torch.zeros(size, dtype=torch.int32, pin_memory=pin)
+        arrays = {name: self._view(packed, name).numpy() for name in self._shapes}
+        return _Host(packed, arrays, torch.cuda.Event() if pin else None)
+
+    def _view(self, packed: torch.Tensor, name: str) -> torch.Tensor:
+        begin, shape = self._offsets[name], self._shapes[name]
+        return packed[begin : begin + int(np.prod(shape))].view(shape)
+
+    def _layout(self, D: int, T: int) -> "_Layout":
+        if (D, T) not in self._layouts:
+            if len(self._layouts) == MAX_CACHED_LAYOUTS:
+                self._layouts.clear()
+            sizes = self._sizes(D, T)
+            views = {name: self._view(self._device, name)[:size] for name, size in sizes.items()}
+            end = self._offsets["block_table"] + views["block_table"].numel()
+            prev_rows = views.pop("prev_rows")
+            self._layouts[D, T] = _Layout(StepInputs(**views), prev_rows, end)
+        return self._layouts[D, T]
+
+    def _assert_fits(self, num_decode: int, tokens: int, num_prefill: int, D: int, T: int) -> None:
+        assert num_decode <= D <= self.max_decode_rows, (
+            f"{num_decode=} {D=} {self.max_decode_rows=}"
+        )
+        assert tokens <= T <= self.max_prefill_tokens, f"{tokens=} {T=} {self.max_prefill_tokens=}"
+        assert T % TOKEN_ALIGNMENT == 0, f"{T=}"
+        assert num_prefill <= self.max_prefill_rows, f"{num_prefill=} {self.max_prefill_rows=}"
+
+    def _fill_decode(
+        self, host: "_Host", arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], D: int
+    ) -> None:
+        n, M = len(rows), self.row_tokens
+        table = host.write_blocks(0, D, [row.block_table for row in rows])
+        if n == 0:
+            return
+        starts = np.array([row.start for row in rows])
+        arrays["decode_src_slots"][:n] = [row.src_slot for row in rows]
+        arrays["seq_lens"][:n] = starts + M
+        arrays["sample_rows"][: n * M] = np.arange(n * M)
+        if M == 1:
+            ids = [row.token_ids[0] for row in rows]
+            dst = [row.dst_slots[0] for row in rows]
+            counts = 1
+        else:
+            ids = [[*row.token_ids, *[0] * (M - len(row.token_ids))] for row in rows]
+            dst = [[*row.dst_slots, *[-1] * (M - len(row.dst_slots))] for row in rows]
+            counts = np.array([[row.end - row.start] for row in rows])
+        positions = starts[:, None] + np.arange(M)
+        is_new = (np.arange(M) < counts) & (positions >= np.array([[r.kv_start] for r in rows]))
+        blocks, offsets = np.divmod(np.where(is_new, positions, 0), self.block_size)
+        places = np.take_along_axis(table, blocks, axis=1) * self.block_size + offsets
+        arrays["decode_dst_slots"][:n] = np.reshape(dst, (n, M))
+        arrays["input_ids"][: n * M] = np.ravel(ids)
+        arrays["slot_mapping"][: n * M] = np.where(is_new, places, -1).ravel()
+        last = np.arange(n) * M + np.array([row.end - row.start - 1 for row in rows])
+        arrays["prev_rows"][last] = [row.prev_row for row in rows]
+
+    def _fill_prefill(
+        self,
+        host: "_Host",
+        arrays: dict[str, np.ndarray],
+        rows: Sequence[ScheduledRow],
+        D: int,
+        num_decode: int,
+    ) -> None:
+        first = begin = D * self.row_tokens
+        n, N = len(rows), len(arrays["initial_slots"])
+        table = host.write_blocks(D, D + N, [row.block_table for row in rows])
+        exports: list[tuple[int, int]] = []
+        ends, indptr = [0], [0]
+        last = np.empty(n, np.int32)
+        for i, row in enumerate(rows):
+            end = begin + row.end - row.start
+            arrays["input_ids"][begin:end] = row.token_ids
+            new = max(row.kv_start, row.start)
+            blocks, offsets = np.divmod(self._positions[new : row.end], self.block_size)
+            places = table[i, blocks] * self.block_size + offsets
+            arrays["slot_mapping"][begin + new - row.start : end] = places
+            arrays["prev_rows"][end - 1] = row.prev_row
+            exports += [(position - row.start, slot) for position, slot in sorted(row.exports)]
+            ends.append(end - first)
+            indptr.append(len(exports))
+            last[i] = end - 1
+            begin = end
+        assert len(exports) <= self.max_checkpoints, f"{len(exports)=} {self.max_checkpoints=}"
+        for name, values in (("cu_seqlens", ends), ("checkpoint_indptr", indptr)):
+            arrays[name][: n + 1] = values
+            arrays[name][n + 1 :] = values[-1]
+        arrays["initial_slots"][:n] = [row.src_slot for row in rows]
+        arrays["final_slots"][:n] = [row.dst_slots[0] if row.dst_slots else -1 for row in rows]
+        if exports:
+            arrays["checkpoint_offsets"][: len(exports)] = [offset for offset, _ in exports]
+            arrays["checkpoint_slots"][: len(exports)] = [slot for _, slot in exports]
+        arrays["seq_lens"][D : D + n] = [row.end for row in rows]
+        sampled = num_decode * self.row_tokens
+        arrays["sample_rows"][sampled : sampled + n] = last
+
+
+# what stands where no row, sequence, token or checkpoint is; the prefix sums are padded as they are
+# filled, and rows of the block table as they shrink
+_PADDING = {
+    "decode_src_slots": -1,
+    "decode_dst_slots": -1,
+    "initial_slots": -1,
+    "final_slots": -1,
+    "checkpoint_offsets": 0,
+    "checkpoint_slots": -1,
+    "seq_lens": 0,
+    "sample_rows": 0,
+    "input_ids": 0,
+    "slot_mapping": -1,
+    "prev_rows": -1,
+}
+
+
+class _Layout(NamedTuple):
+    """The device tensors of one (D, T)."""
+
+    inputs: StepInputs
+    prev_rows: torch.Tensor  # [D * (1 + K) + T] int32; see StepBuffers.prev_rows
+    end: int  # packed elements that a step of this layout reads
+
+
+@dataclass(slots=True)
+class _Host:
+    """One packed host buffer."""
+
+    packed: torch.Tensor  # [size] int32, pinned on CUDA
+    arrays: dict[str, np.ndarray]  # its tensors at full capacity
+    copied: torch.cuda.Event | None  # the last copy from it has ended; None where nothing is copied
+    num_blocks: list[int] = field(init=False)  # ids that stand in each row of the block table
+
+    def __post_init__(self) -> None:
+        self.num_blocks = [0] * len(self.arrays["block_table"])
+
+    def write_blocks(
+        self, first: int, end: int, block_tables: Sequence[Sequence[int]]
+    ) -> np.ndarray:
+        """Write the rows from `first` on and clear the rest of [first, end); returns the former.
+
+        A row is as long as the longest request, so only what a fill before left is cleared. Tables
+        that are arrays of ints are copied as memory, lists element by element.
+        """
+        table = self.arrays["block_table"]
+        for i in range(first, end):
+            blocks = block_tables[i - first] if i - first < len(block_tables) else ()
+            size = len(blocks)
+            if size > 0:
+                table[i, :size] = blocks
+            if size < self.num_blocks[i]:
+                table[i, size : self.num_blocks[i]] = 0
+            self.num_blocks[i] = size
+        return table[first : first + len(block_tables)]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,104 @@
+"""The small modules: linear map, norm, dense MLP, mixture of experts."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.moe import moe
+
+
+def empty_parameter(
+    *shape: int, dtype: torch.dtype, device: torch.device | str | None = None
+) -> nn.Parameter:
+    """Memory for a weight of an inference-only model: no gradient, contents undefined."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim: the root in fp32, the product with the weight in x's dtype."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with its weight."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    """x @ weight.T, without bias."""
+
+    def __init__(self, in_size: int, out_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_size, in_size, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, dtype=dtype)
+        self.down = Linear(intermediate_size, hidden_size, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class MoE(nn.Module):
+    """Routed experts beside shared ones that see every token.
+
+    The router is fp32: scores are sigmoids of its logits. Experts are chosen by score plus bias
+    and weighted by the scores alone.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        num_experts_per_token: int,
+        num_shared_experts: int,
+        renormalize: bool,
+        scaling_factor: float,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.num_experts_per_token = num_experts_per_token
+        self.renormalize = renormalize
+        self.scaling_factor = scaling_factor
+        self.router = Linear(hidden_size, num_experts, dtype=torch.float32)
+        self.choice_bias = empty_parameter(num_experts, dtype=torch.float32)
+        self.w13 = empty_parameter(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype)
+        self.w2 = empty_parameter(num_experts, hidden_size, intermediate_size, dtype=dtype)
+        self.shared = (
+            GatedMLP(hidden_size, num_shared_experts * intermediate_size, dtype=dtype)
+            if num_shared_experts > 0
+            else None
+        )
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Chosen experts [M, k] and their weights [M, k] fp32."""
+        scores = self.router(x.float()).sigmoid()
+        ids = (scores + self.choice_bias).topk(self.num_experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, ids)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids, weights * self.scaling_factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = moe(x, self.w13, self.w2, *self.route(x))
+        return y if self.shared is None else y + self.shared(x)
