@@ -82,19 +82,24 @@ def kda_prefill(
     lower_bound: float | None,
     scale: float,
 ) -> Tensor:
-    """`ops.kda.kda_prefill` for checked arguments on a CUDA device."""
+    """`ops.kda.kda_prefill` on a CUDA device.
+
+    Refuses arguments that would lead outside a tensor with a ValueError or TypeError; most of that,
+    shapes, dtypes, strides, alignment and devices, the compiled function does itself.
+    """
     T, HV, V = v.shape
+    N = initial_slots.shape[0]
+    _check_counts(N, T, HV, q, cu_seqlens, checkpoint_indptr, plan, lower_bound)
     o = v.new_empty((T, HV, V))
     if T == 0:
         return o
-    index = v.get_device()
+    index = q.get_device()
     function = _function(PREFILL["softplus" if lower_bound is None else "bounded"], index)
     here = _DEVICES[index]
-    N = initial_slots.shape[0]
     makes_plan = plan is None
     if plan is None:
         plan = cu_seqlens.new_empty(plan_size(T, N))
-    if checkpoint_indptr is None:
+    if checkpoint_indptr is None and checkpoint_offsets is None and checkpoint_slots is None:
         checkpoint_indptr, checkpoint_offsets, checkpoint_slots = here.no_checkpoints
     records = torch.empty(workspace_bytes(T, N, HV), dtype=torch.uint8, device=v.device)
     function(
@@ -106,6 +111,28 @@ def kda_prefill(
         *(int(makes_plan), choose_scan_tile(N, HV, here.num_sms)),
     )
     return o
+
+
+def _check_counts(
+    N: int,
+    T: int,
+    HV: int,
+    q: Tensor,
+    cu_seqlens: Tensor,
+    checkpoint_indptr: Tensor | None,
+    plan: Tensor | None,
+    lower_bound: float | None,
+) -> None:
+    """Relations of sizes that a compiled signature of symbols can't state."""
+    if (
+        N > MAX_SEQUENCES
+        or HV % q.shape[1] != 0
+        or cu_seqlens.shape[0] != N + 1
+        or (checkpoint_indptr is not None and checkpoint_indptr.shape[0] != N + 1)
+        or (plan is not None and plan.shape[0] != plan_size(T, N))
+        or not (lower_bound is None or -5 <= lower_bound < 0)
+    ):
+        raise ValueError("kda_prefill: sizes or lower_bound do not fit together")
 
 
 @dataclass(slots=True)

@@ -120,7 +120,9 @@ def kda_prefill(
         *(checkpoint_indptr, checkpoint_offsets, checkpoint_slots, plan),
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _check_prefill(*tensors, lower_bound=lower_bound)
+    # on CUDA the compiled call checks, at no cost; these come when it has found something
+    if not q.is_cuda or torch.compiler.is_compiling():
+        _check_prefill(*tensors, lower_bound=lower_bound)
     return _kda_prefill(*tensors, lower_bound=lower_bound, scale=scale)
 
 
@@ -388,7 +390,11 @@ def _kda_plan_cuda(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def _kda_prefill_cuda(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
-    return _cuda().kda_prefill(*tensors, lower_bound=lower_bound, scale=scale)
+    try:
+        return _cuda().kda_prefill(*tensors, lower_bound=lower_bound, scale=scale)
+    except (ValueError, TypeError, IndexError, ZeroDivisionError):
+        _check_prefill(*tensors, lower_bound=lower_bound)  # says what was wrong in the op's words
+        raise
 
 
 @functools.cache
