@@ -26,16 +26,8 @@ _BYTE_OF = {letter: byte for byte, letter in enumerate(_byte_letters())}
 class Tokenizer:
     """Encodes prompts and decodes outputs; `stream` decodes in pieces that cut no character."""
 
-    def __init__(self, rust: RustTokenizer, *, eos_ids: Sequence[int], name: str) -> None:
-        """
-        Args:
-            rust: the tokenizer proper.
-            eos_ids: ids by which the model ends its output.
-            name: stands in error messages.
-        """
+    def __init__(self, rust: RustTokenizer) -> None:
         self._rust = rust
-        self.eos_ids = tuple(eos_ids)
-        self.name = name
         self.vocab_size = rust.get_vocab_size(with_added_tokens=True)
         self._special_ids = frozenset(
             index for index, token in rust.get_added_tokens_decoder().items() if token.special
@@ -53,10 +45,10 @@ class Tokenizer:
         rust.add_special_tokens(list(BYTE_SPECIALS))
         # text is data here: "<|eos|>" in a prompt stays seven bytes
         rust.encode_special_tokens = True
-        return cls(rust, eos_ids=(257,), name="byte-level")
+        return cls(rust)
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, eos_ids: Sequence[int] = ()) -> "Tokenizer":
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
         """The `tokenizer.json` of a model folder.
 
         Raises:
@@ -72,7 +64,7 @@ class Tokenizer:
             rust = RustTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for a bad file
             raise ValueError(f"Tokenizer: cannot read {path}: {error}") from error
-        return cls(rust, eos_ids=eos_ids, name=str(path))
+        return cls(rust)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if it holds half a surrogate pair."""

@@ -1,7 +1,6 @@
 """The runner on batches written by hand: what the scheduler decides is what happens."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -182,11 +181,3 @@ def test_speculative_tokens_refused(model: KDAForCausalLM):
 def test_memory_too_small(model: KDAForCausalLM):
     with pytest.raises(ValueError, match="no room for one request of 256 tokens"):
         ModelRunner(model, EngineConfig(num_kv_blocks=1))
-
-
-def test_run_compiled(model: KDAForCausalLM, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
-    """The same tokens from one full graph. (What Inductor makes of it is tested with the model.)"""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    compiled = ModelRunner(model, CONFIG, compile=True)
-    assert generate(compiled, PROMPT, 4, 0, 0) == generate(runner, PROMPT, 4, 0, 0)
-    assert generate(compiled, PROMPT[:20], 4, 1, 8) == generate(runner, PROMPT[:20], 4, 1, 8)

@@ -22,7 +22,7 @@ def test_byte_level(byte_level: Tokenizer):
     ids = byte_level.encode(TEXT)
     assert ids == list(TEXT.encode())  # one token a byte, special tokens' names included
     assert byte_level.decode(ids) == TEXT
-    assert byte_level.vocab_size == 259 and byte_level.eos_ids == (257,)
+    assert byte_level.vocab_size == 259
     assert byte_level.decode([256, 72, 105, 257, 258]) == "Hi"
     assert byte_level.encode("") == [] and byte_level.decode([]) == ""
 
@@ -61,14 +61,13 @@ def test_from_folder(tmp_path: Path):
     )
     rust.train_from_iterator([TEXT] * 5 + ["你好你们好"] * 5, trainer)
     rust.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path, eos_ids=[0])
+    tokenizer = Tokenizer.from_folder(tmp_path)
     ids = tokenizer.encode(TEXT)
     assert len(ids) < len(TEXT.encode())
     stream = tokenizer.stream()
     pieces = [stream.push([token]) for token in [*ids, 0]]
     assert "".join(pieces) + stream.finish() == TEXT
     assert not any("\ufffd" in piece for piece in pieces)
-    assert tokenizer.eos_ids == (0,)
     assert tokenizer.encode("<|end|>") == [0]  # a chat template's tokens are tokens
 
 
