@@ -200,6 +200,8 @@ def _check_plan(cu_seqlens: Tensor, num_tokens: int) -> None:
     check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", INT, {})
     require(shape[0] >= 2, op, "cu_seqlens", "[N+1] with N >= 1", shape)
     require(num_tokens >= 0, op, "num_tokens", ">= 0", num_tokens)
+    check_inner(op, "cu_seqlens", cu_seqlens, 1)
+    check_device(op, {"cu_seqlens": cu_seqlens})
     if cu_seqlens.is_cuda:
         _check_sequences(op, shape[0] - 1)
 

@@ -55,6 +55,7 @@ def check_tensor(
                 dims[letter] = x.shape[i]
             elif x.shape[i] != size:
                 right = False
+                break
     if not right:
         expected = ", ".join(_spelled(letter, dims) for letter in letters)
         kinds = " or ".join(_dtype_name(d) for d in allowed)

@@ -1,0 +1,235 @@
+"""Each ValueError of each op names the function, the argument, what it must be, what came."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
+from torch_kda.ops.conv import causal_conv_prefill
+from torch_kda.ops.kda import kda_decode, kda_plan, kda_prefill
+from torch_kda.ops.moe import moe
+from torch_kda.ops.norms import gated_rms_norm
+from torch_kda.tests.ops.cases import Case, decode_case, ints, prefill_case, sizes
+
+OPS: dict[str, Callable[..., Any]] = {
+    "kda_plan": kda_plan,
+    "kda_prefill": kda_prefill,
+    "kda_decode": kda_decode,
+    "causal_conv_prefill": causal_conv_prefill,
+    "gated_rms_norm": gated_rms_norm,
+    "moe": moe,
+    "mla_store": mla_store,
+    "mla_decode": mla_decode,
+    "mla_prefill": mla_prefill,
+}
+
+
+def good(op: str) -> Case:
+    """Arguments that the op takes."""
+    prefill = prefill_case([36, 12], **sizes("cpu"), rows=48)
+    if op == "kda_prefill":
+        return prefill | {"plan": kda_plan(prefill["cu_seqlens"], 48), "scale": None}
+    if op == "kda_decode":
+        return decode_case(3, 2, **sizes("cpu")) | {"num_tokens": ints([2, 2, 1])}
+    if op == "causal_conv_prefill":
+        names = ("cu_seqlens", "initial_slots", "final_slots")
+        csr = ("checkpoint_indptr", "checkpoint_offsets", "checkpoint_slots")
+        tensors = {"x": torch.randn(48, 10), "weight": torch.randn(10, 4)}
+        tensors["conv_pool"] = torch.randn(9, 3, 10)
+        return tensors | {name: prefill[name] for name in names + csr}
+    return {
+        "kda_plan": {"cu_seqlens": ints([0, 5]), "num_tokens": 16},
+        "gated_rms_norm": {
+            "x": torch.randn(4, 8),
+            "gate": torch.randn(4, 8),
+            "weight": torch.randn(8),
+            "eps": 1e-5,
+        },
+        "moe": {
+            "x": torch.randn(4, 8),
+            "w13": torch.randn(3, 12, 8),
+            "w2": torch.randn(3, 8, 6),
+            "topk_ids": ints([[0, 1]] * 4),
+            "topk_weights": torch.rand(4, 2),
+        },
+        "mla_store": {
+            "latent": torch.randn(4, 6),
+            "kv_pool": torch.randn(3, 16, 6),
+            "slot_mapping": ints([0, 1, 2, 3]),
+        },
+        "mla_decode": {
+            "q": torch.randn(4, 2, 6),
+            "kv_pool": torch.randn(3, 16, 6),
+            "block_table": ints([[0, 2], [1, 2]]),
+            "seq_lens": ints([3, 4]),
+            "scale": 1.0,
+            "kv_lora_rank": 4,
+            "num_tokens_per_row": 2,
+        },
+        "mla_prefill": {
+            "q": torch.randn(4, 2, 5),
+            "kv_pool": torch.randn(3, 16, 6),
+            "kv_b_weight": torch.randn(2 * (3 + 7), 4),
+            "cu_seqlens": ints([0, 3, 4]),
+            "block_table": ints([[0, 2], [1, 2]]),
+            "seq_lens": ints([3, 4]),
+            "scale": 1.0,
+            "v_head_dim": 7,
+        },
+    }[op]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_good_arguments_pass(op: str) -> None:
+    OPS[op](**good(op))
+
+
+def tensor_arguments() -> list[tuple[str, str]]:
+    cases = {op: good(op) for op in OPS}
+    return [(op, n) for op, case in cases.items() for n, x in case.items() if isinstance(x, Tensor)]
+
+
+def refuses(op: str, case: Case, message: str) -> None:
+    pools = {n: x.clone() for n, x in case.items() if n.endswith("_pool") and not x.is_meta}
+    with pytest.raises(ValueError, match=f"^{op}: {message}"):
+        OPS[op](**case)
+    assert all(torch.equal(case[n], x) for n, x in pools.items())
+
+
+@pytest.mark.parametrize(("op", "name"), tensor_arguments())
+def test_wrong_rank(op: str, name: str) -> None:
+    case = good(op)
+    # a norm takes any number of dims, but not none
+    case[name] = case[name].sum() if (op, name) == ("gated_rms_norm", "x") else case[name][None]
+    refuses(op, case, rf"{name} must be .*, got ")
+
+
+@pytest.mark.parametrize(("op", "name"), tensor_arguments())
+def test_wrong_dtype(op: str, name: str) -> None:
+    case = good(op)
+    wrong = torch.float16 if case[name].is_floating_point() else torch.int16
+    case[name] = case[name].to(wrong)
+    refuses(op, case, f"{name} must be .*(u?int|float)16")
+
+
+# a size is bound by the first tensor that has it, so a wrong one there is found at the next
+FOUND_AT = {
+    ("kda_prefill", "q"): "k",
+    ("kda_prefill", "v"): "state_pool",
+    ("kda_prefill", "initial_slots"): "final_slots",
+    ("kda_prefill", "checkpoint_offsets"): "checkpoint_slots",
+    ("kda_decode", "qkv"): "conv_weight",
+    ("kda_decode", "dst_slots"): "qkv",
+    ("kda_decode", "src_slots"): "src_slots",
+    ("kda_decode", "state_pool"): "g_raw",
+    ("causal_conv_prefill", "x"): "weight",
+    ("causal_conv_prefill", "initial_slots"): "final_slots",
+    ("causal_conv_prefill", "checkpoint_offsets"): "checkpoint_slots",
+    ("gated_rms_norm", "x"): "gate",
+    ("moe", "x"): "w2",
+    ("moe", "w2"): "w13",
+    ("moe", "topk_ids"): "topk_weights",
+    ("mla_store", "latent"): "kv_pool",
+    ("mla_decode", "q"): "kv_pool",
+    ("mla_decode", "seq_lens"): "q",
+    ("mla_prefill", "q"): "kv_b_weight",
+    ("mla_prefill", "kv_pool"): "kv_b_weight",
+    ("mla_prefill", "seq_lens"): "cu_seqlens",
+}
+
+
+@pytest.mark.parametrize(("op", "name"), tensor_arguments())
+def test_wrong_size(op: str, name: str) -> None:
+    case = good(op)
+    if op == "kda_plan":
+        case["cu_seqlens"] = ints([0])
+    elif name == "block_table":
+        case[name] = case[name][:1]  # how many blocks a row has is free
+    else:
+        case[name] = case[name][..., :-1].contiguous()
+    refuses(op, case, rf"{FOUND_AT.get((op, name), name)} must be .*, got \[")
+
+
+@pytest.mark.parametrize(("op", "name"), tensor_arguments())
+def test_wrong_stride(op: str, name: str) -> None:
+    case = good(op)
+    # every second element of a wider tensor: right shape, wrong last stride
+    wider = case[name].repeat_interleave(2, dim=-1)
+    case[name] = wider[..., ::2]
+    refuses(op, case, rf"{name} must have its last \d dims contiguous, got strides")
+
+
+@pytest.mark.parametrize(("op", "name"), tensor_arguments())
+def test_wrong_device(op: str, name: str) -> None:
+    case = good(op)
+    case[name] = case[name].to("meta")
+    # the first tensor says where the others must be
+    first = next(n for n, x in case.items() if isinstance(x, Tensor))
+    expected = "cpu or cuda, got meta" if name == first else f"cpu, where {first} is, got meta"
+    refuses(op, case, f"{name} must be on {expected}")
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "message"),
+    [
+        ("kda_plan", {"num_tokens": -1}, "num_tokens must be >= 0, got -1"),
+        (
+            "kda_prefill",
+            {"lower_bound": -5.1},
+            r"lower_bound must be in \[-5, 0\) or None, got -5.1",
+        ),
+        ("kda_prefill", {"lower_bound": 0.0}, "lower_bound must be"),
+        ("kda_prefill", {"checkpoint_slots": None}, "checkpoint_indptr, .* must be given together"),
+        ("kda_prefill", {"plan": ints([0] * 5)}, r"plan must be \[P=18\] int32, got \[5\] int32"),
+        ("kda_decode", {"lower_bound": 1.0}, "lower_bound must be"),
+        ("causal_conv_prefill", {"checkpoint_indptr": None}, "checkpoint_indptr, .* together"),
+        ("gated_rms_norm", {"eps": 0.0}, "eps must be > 0, got 0.0"),
+        ("mla_decode", {"kv_lora_rank": 7}, r"kv_lora_rank must be in 1\.\.W=6, got 7"),
+        ("mla_decode", {"kv_lora_rank": 0}, "kv_lora_rank must be"),
+        ("mla_decode", {"num_tokens_per_row": 0}, "num_tokens_per_row must be >= 1, got 0"),
+        ("mla_prefill", {"v_head_dim": 6}, r"kv_b_weight must be \[Hq\*\(N_k\+Vh\)=18, R\]"),
+        ("mla_prefill", {"kv_b_weight": torch.randn(20, 7)}, r"kv_b_weight must be .*got R=7"),
+        ("mla_prefill", {"q": torch.randn(4, 2, 1)}, r"q must be \[T, Hq, N_k \+ P=2\], got"),
+    ],
+)
+def test_wrong_value(op: str, changes: Case, message: str) -> None:
+    refuses(op, good(op) | changes, message)
+
+
+def test_kda_heads_must_divide() -> None:
+    case = good("kda_prefill")
+    case["q"] = case["k"] = torch.randn(48, 3, 8)
+    refuses("kda_prefill", case, "v must be of HV % H=3 == 0, got 4")
+    case = good("kda_decode")
+    case["qkv"] = torch.randn(6, 2 * 3 * 8 + 4 * 12)
+    case["conv_weight"], case["conv_pool"] = torch.randn(96, 4), torch.randn(11, 3, 96)
+    refuses("kda_decode", case, r"qkv must be \[D\*M, 2\*H\*K \+ HV\*V\] .*got C=96")
+
+
+@pytest.mark.parametrize("row_stride", [True, False], ids=["stride", "offset"])
+def test_kda_prefill_alignment_on_cuda(row_stride: bool) -> None:
+    # the check itself runs anywhere; only CUDA calls it
+    from torch_kda.ops.kda import _check_aligned
+
+    _check_aligned("kda_prefill", "q", torch.zeros(4, 16)[:, 8:], 8)
+    x = torch.zeros(4, 17)[:, :16] if row_stride else torch.zeros(4, 24)[:, 4:20]
+    with pytest.raises(
+        ValueError, match="q must be 16-byte aligned in each row .*, got row stride"
+    ):
+        _check_aligned("kda_prefill", "q", x, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["K64", "fp32"])
+@pytest.mark.parametrize("op", ["kda_prefill", "kda_decode"])
+def test_cuda_contract(op: str, dtype: torch.dtype) -> None:
+    dims = sizes("cuda") | {"dtype": dtype}
+    if dtype == torch.bfloat16:
+        dims |= {"K": 64, "V": 64}
+    case = prefill_case([20], **dims) if op == "kda_prefill" else decode_case(2, 1, **dims)
+    with pytest.raises(
+        NotImplementedError, match=f"{op}: on CUDA K = V = 128 in bfloat16 is built"
+    ):
+        OPS[op](**case)
