@@ -42,7 +42,8 @@ class StepInputs(NamedTuple):
 def mark_token_dim(inputs: StepInputs) -> None:
     """Tell the compiler that T varies (T > 0); every other size is a capacity."""
     for tensor in (inputs.input_ids, inputs.slot_mapping):
-        torch._dynamo.mark_dynamic(tensor, 0, min=TOKEN_ALIGNMENT)
+        # a lower bound without an upper one is an internal error in torch 2.13
+        torch._dynamo.mark_dynamic(tensor, 0, min=TOKEN_ALIGNMENT, max=1 << 30)
 
 
 class StepBuffers:
