@@ -38,6 +38,7 @@ import torch
 from . import cubin
 
 ROOM = Path(__file__).parent
+SHIPPED = ROOM / "aot"
 AOT_VARIABLE = "TORCH_KDA_AOT"
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # compute capability to the arch that it runs
 BUILD_COMMAND = "python -m torch_kda.cute_kernels.build --arch {arch} --out DIR"
@@ -87,7 +88,7 @@ def find(variant: Variant, arch: str) -> Path:
     named = os.environ.get(AOT_VARIABLE)
     if named is not None:
         return _from_named(Path(named), variant, arch)
-    shipped = ROOM / "aot" / arch
+    shipped = SHIPPED / arch
     if (shipped / MANIFEST).is_file():
         if _manifest(shipped)["sources"] == source_hash():
             return _checked(shipped, variant)
@@ -121,7 +122,6 @@ def _from_cache(variant: Variant, arch: str) -> Path:
         )
     folder = cache_root() / f"{variant.name}-{arch}-{_cache_key(variant, arch)}"
     if not (folder / MANIFEST).is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with _file_lock(folder.with_suffix(".lock")):
             if not (folder / MANIFEST).is_file():
                 _fill_cache(folder, variant, arch)
@@ -216,7 +216,15 @@ def _hash(path: Path) -> str:
 @contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
     """Holds a lock between processes; it ends with the process, so that none stays behind."""
-    with path.open("w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise RuntimeError(
+            f"torch-kda: compiled kernels can't be kept in {path.parent} ({error}); "
+            "set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, range_constexpr
+from cutlass.memory import SmemAllocator
 
 TILE = 16  # tokens a tile
 MAX_SEQUENCES = 4096
@@ -39,7 +40,7 @@ class KdaPlan:
         num_sequences = cute.size(cu_seqlens) - 1
         num_blocks = (num_sequences + (WARP - 1)) // WARP
 
-        smem = cutlass.utils.SmemAllocator()
+        smem = SmemAllocator()
         s_start = smem.allocate_tensor(Int32, cute.make_layout(MAX_SEQUENCES + 1), 16)
         s_tile = smem.allocate_tensor(Int32, cute.make_layout(MAX_SEQUENCES + 1), 16)
         # [class, block of 32 sequences]: number of sequences, then the place of the first of them

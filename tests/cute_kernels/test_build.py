@@ -1,0 +1,37 @@
+"""The ahead-of-time build: what it writes, says and refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch_kda.cute_kernels import build, jit
+from torch_kda.cute_kernels.kda_prefill import PLAN
+
+
+def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(build, "VARIANTS", (PLAN,))
+    (tmp_path / "sm_100a").mkdir()
+    (tmp_path / "sm_100a" / "stale.so").touch()
+    build.main(["--arch", "sm_90a", "--arch", "sm_100a", "--out", str(tmp_path)])
+    text = capsys.readouterr().out
+    for arch in ("sm_90a", "sm_100a"):
+        folder = tmp_path / arch
+        assert sorted(path.name for path in folder.iterdir()) == ["kda_plan.so", jit.MANIFEST]
+        manifest = json.loads((folder / jit.MANIFEST).read_text())
+        assert manifest["arch"] == arch and manifest["sources"] == jit.source_hash()
+        assert manifest["cutlass_dsl"] == jit.versions()["cutlass_dsl"] is not None
+        assert f"kda_plan {arch}" in text
+        monkeypatch.setenv(jit.AOT_VARIABLE, str(tmp_path))
+        assert jit.find(PLAN, arch) == folder / "kda_plan.so"
+    assert "1024 threads" in text and " registers " in text and "0 B stack" in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--arch", "sm_80", "--out", "x"], ["--arch", "sm_90a"]], ids=["arch", "no-out"]
+)
+def test_build_refuses(arguments: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        build.main(arguments)
+    assert end.value.code == 2 and "usage" in capsys.readouterr().err
