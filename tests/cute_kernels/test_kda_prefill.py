@@ -1,0 +1,214 @@
+"""The call of the compiled prefill, with a stand-in for what was compiled: no device is needed."""
+
+import inspect
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch_kda.cute_kernels import jit, kda_prefill
+from torch_kda.ops import kda
+from torch_kda.tests.ops.cases import Case, ints, prefill_case
+
+NAMES = [
+    *("q", "k", "v", "g_raw", "beta_logit", "A_log", "dt_bias", "state_pool"),
+    *("cu_seqlens", "initial_slots", "final_slots"),
+    *("checkpoint_indptr", "checkpoint_offsets", "checkpoint_slots", "plan"),
+]
+CPU = torch.empty(0).get_device()
+
+
+class Recorder:
+    """Stands for a compiled host function."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.error = error
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Recorder]]:
+    """By variant name; tensors of the CPU count as those of a device of 132 SMs."""
+    functions = {variant.name: Recorder() for variant in kda_prefill.VARIANTS}
+    none = torch.zeros(1, dtype=torch.int32)
+    indptr = torch.zeros(kda_prefill.MAX_SEQUENCES + 1, dtype=torch.int32)
+    here = kda_prefill._Device(132, (indptr, none, none), functions)
+    monkeypatch.setattr(kda_prefill, "_DEVICES", {CPU: here})
+    yield functions
+
+
+def make_case(lengths: list[int], **changes: Any) -> Case:
+    case = prefill_case(lengths, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16)
+    return case | {"plan": None, "scale": 0.5} | changes
+
+
+def call(case: Case) -> Tensor:
+    """As the dispatcher calls it on CUDA."""
+    keywords = {"lower_bound": case["lower_bound"], "scale": case["scale"]}
+    return kda._kda_prefill_cuda(*(case[name] for name in NAMES), **keywords)
+
+
+def host_parameters() -> list[str]:
+    host = pytest.importorskip("torch_kda.cute_kernels.kda_host", exc_type=ImportError)
+    return list(inspect.signature(host.KdaPrefill.__call__).parameters)[1:-1]
+
+
+def test_kda_prefill_arguments(compiled: dict[str, Recorder]) -> None:
+    """Every argument arrives where the host function has its name."""
+    case = make_case([20, 35])
+    out = call(case)
+    (got,) = compiled["kda_prefill_bounded"].calls
+    by_name = dict(zip(host_parameters(), got, strict=True))
+    tensors = {
+        **{"mQ": "q", "mK": "k", "mV": "v", "mG": "g_raw", "mBeta": "beta_logit"},
+        **{"mALog": "A_log", "mDtBias": "dt_bias", "mPool": "state_pool"},
+        **{"mCuSeqlens": "cu_seqlens", "mInitial": "initial_slots", "mFinal": "final_slots"},
+        **{"mIndptr": "checkpoint_indptr", "mOffsets": "checkpoint_offsets"},
+        "mSlots": "checkpoint_slots",
+    }
+    for parameter, name in tensors.items():
+        assert by_name.pop(parameter) is case[name], parameter
+    assert by_name.pop("mO") is out and out.shape == case["v"].shape and out.is_contiguous()
+    T, N = case["q"].shape[0], 2
+    assert by_name.pop("mPlan").shape == (kda._plan_size(N, T),)
+    records = by_name.pop("mRecords")
+    assert records.dtype == torch.uint8
+    assert records.shape == (kda_prefill.workspace_bytes(T, N, 4),)
+    assert by_name == {"lower_bound": -5.0, "scale": 0.5, "makes_plan": 1, "scan_tile": 0}
+
+
+def test_kda_prefill_variants(compiled: dict[str, Recorder]) -> None:
+    plan = torch.zeros(kda_prefill.plan_size(23, 1), dtype=torch.int32)
+    none = dict.fromkeys(NAMES[-4:-1])
+    call(make_case([20], plan=plan, lower_bound=None, **none))
+    (got,) = compiled["kda_prefill_softplus"].calls
+    by_name = dict(zip(host_parameters(), got, strict=True))
+    assert by_name["mPlan"] is plan and by_name["makes_plan"] == 0
+    assert by_name["mIndptr"].shape[0] >= 2 and not by_name["mIndptr"].any()
+    assert by_name["lower_bound"] == 0.0
+    assert compiled["kda_prefill_bounded"].calls == []
+
+
+def test_kda_prefill_no_tokens(compiled: dict[str, Recorder]) -> None:
+    case = make_case([0])
+    rows = {name: case[name][:0] for name in ("q", "k", "v", "g_raw", "beta_logit")}
+    assert call(case | rows).shape == (0, 4, 128)
+    assert all(function.calls == [] for function in compiled.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("cu_seqlens", ints([0, 20]), "cu_seqlens must be"),
+        ("checkpoint_indptr", ints([0, 1]), "checkpoint_indptr must be"),
+        ("checkpoint_indptr", None, "must be given together"),
+        ("plan", ints([0, 20]), "plan must be"),
+        ("lower_bound", -5.5, r"lower_bound must be in \[-5, 0\)"),
+        ("lower_bound", 0.0, r"lower_bound must be in \[-5, 0\)"),
+        ("q", torch.zeros(58, 3, 128, dtype=torch.bfloat16), "v must be of HV % H=3 == 0"),
+        ("q", torch.zeros(58), "q must be"),
+        ("v", torch.zeros(58, 4), "v must be"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_kda_prefill_refuses(
+    compiled: dict[str, Recorder], name: str, value: Any, message: str
+) -> None:
+    """What the compiled signature can't see is refused before the call, in the op's words."""
+    case = make_case([20, 35], **{name: value})
+    if name == "q" and value.ndim == 3:
+        case["k"] = value
+    if name == "checkpoint_indptr" and value is None:
+        # the compiled function wants a tensor here
+        compiled["kda_prefill_bounded"].error = TypeError("expected Tensor")
+    with pytest.raises(ValueError, match=message):
+        call(case)
+
+
+def test_kda_prefill_explains_refusals(compiled: dict[str, Recorder]) -> None:
+    """What the compiled function refuses is said in the op's words too."""
+    compiled["kda_prefill_bounded"].error = ValueError("Mismatched Tensor on argument #1")
+    case = make_case([20, 35])
+    case["k"] = case["k"].float()
+    with pytest.raises(ValueError, match="kda_prefill: k must be .* bfloat16"):
+        call(case)
+    with pytest.raises(ValueError, match="Mismatched Tensor"):
+        call(make_case([20, 35]))
+
+
+def test_too_many_sequences(compiled: dict[str, Recorder]) -> None:
+    N = kda_prefill.MAX_SEQUENCES + 1
+    with pytest.raises(ValueError, match="do not fit"):
+        kda_prefill._check_counts(N, 1, 1, torch.empty(1, 1), ints([0] * (N + 1)), None, None, -1.0)
+    with pytest.raises(NotImplementedError, match=r"up to 4096 sequences .* got .* for 4097"):
+        kda._check_sequences("kda_prefill", N)
+
+
+def test_make_plan(compiled: dict[str, Recorder]) -> None:
+    cu_seqlens = ints([0, 20, 20, 61])
+    plan = kda_prefill.make_plan(cu_seqlens, 70)
+    assert plan.dtype == torch.int32 and plan.shape == kda.kda_plan(cu_seqlens, 70).shape
+    assert compiled["kda_plan"].calls == [(cu_seqlens, plan, 70)]
+
+
+@pytest.mark.parametrize(("T", "N", "HV"), [(1, 1, 1), (16, 3, 2), (8192, 1, 96), (17, 4096, 12)])
+def test_workspace_bytes(T: int, N: int, HV: int) -> None:
+    assert kda_prefill.workspace_bytes(T, N, HV) == (-(-T // 16) + N) * HV * 13312
+    assert kda_prefill.plan_size(T, N) == kda._plan_size(N, T)
+
+
+def test_constants() -> None:
+    """Written twice, because this side runs without the DSL."""
+    pytest.importorskip("cutlass")
+    from torch_kda.cute_kernels import kda_plan, kda_prepare, kda_scan
+    from torch_kda.ops.reference import CHUNK
+
+    assert kda_prefill.TILE == kda_plan.TILE == kda_prepare.TILE == kda_scan.TILE == CHUNK
+    assert kda_prefill.RECORD_BYTES == kda_prepare.RECORD_BYTES == kda_scan.RECORD_BYTES
+    assert kda_prefill.MAX_SEQUENCES == kda_plan.MAX_SEQUENCES == kda.MAX_SEQUENCES
+
+
+def test_load_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(jit, "load", None)
+    with pytest.raises(RuntimeError, match=r"kda_plan is not on the device yet.*prepare first"):
+        kda_prefill._function(kda_prefill.PLAN, 0)
+
+
+def test_prepare_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="prepare needs a CUDA device"):
+        kda_prefill.prepare()
+
+
+def test_host_cost(compiled: dict[str, Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our Python in an eager call stays far below the 20 us of the whole: it takes 4 to 8."""
+    case = make_case([20, 35])
+    arguments = [case[name] for name in NAMES]
+    functions = kda_prefill._DEVICES[CPU].functions
+    functions["kda_prefill_bounded"] = lambda *_: None
+
+    def batch() -> float:
+        started = time.perf_counter()
+        for _ in range(200):
+            kda._kda_prefill_cuda(*arguments, lower_bound=-5.0, scale=0.5)
+        return (time.perf_counter() - started) / 200 * 1e6
+
+    with torch.inference_mode():
+        best = min(batch() for _ in range(20))
+    assert best < 15, f"{best:.1f} us"
+
+
+@pytest.mark.gpu
+def test_prepare() -> None:
+    """On the device: everything is loaded, then a capture needs nothing more."""
+    kda_prefill.prepare("cuda")
+    loaded = kda_prefill._DEVICES[torch.cuda.current_device()].functions
+    assert sorted(loaded) == sorted(variant.name for variant in kda_prefill.VARIANTS)
