@@ -47,13 +47,14 @@ def read_hf_config(config: Mapping[str, Any], *, name: str = "kimi-linear") -> M
         raise ValueError(f"config.json: {' or '.join(keys)} is missing")
 
     eos = config.get("eos_token_id")
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     return ModelConfig(
         name=name,
         vocab_size=get("vocab_size"),
         hidden_size=get("hidden_size"),
         num_hidden_layers=get("num_hidden_layers"),
         mla_layers=_mla_layers(config, get("num_hidden_layers")),
-        dtype=str(get("dtype", "torch_dtype")).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         max_model_len=get("model_max_length", "max_position_embeddings"),
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         bos_token_id=config.get("bos_token_id"),
