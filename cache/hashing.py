@@ -4,7 +4,6 @@ root.
 
 import sys
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -120,14 +119,3 @@ def _extras_of(extras: Extras, i: int, first: int, last: int) -> bytes:
 def _tagged(tag: str, data: bytes) -> bytes:
     name = tag.encode()
     return b"%d:%d:%b%b" % (len(name), len(data), name, data)
-
-
-def pack_token_ids(token_ids: Sequence[int]) -> array:
-    """array("i") of the ids; raises ValueError on an id outside [0, 2**31)."""
-    try:
-        packed = array("i", token_ids)
-    except (OverflowError, TypeError) as error:
-        raise ValueError(f"token ids must be integers in [0, 2**31): {error}") from None
-    if packed and min(packed) < 0:
-        raise ValueError(f"token ids must be integers in [0, 2**31), got {min(packed)}")
-    return packed

@@ -2,6 +2,7 @@
 state at its end.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .block_pool import BlockPool
@@ -242,6 +243,10 @@ class PrefixCache:
 
     def find(self, key: bytes) -> Node | None:
         return self._nodes.get(key)
+
+    def nodes(self) -> Iterable[Node]:
+        """All cached units, in the order of their publication."""
+        return self._nodes.values()
 
     # publishing: called from commit alone
 

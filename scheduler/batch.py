@@ -2,13 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from .request import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledRow:
-    """The share of one request in one step: its tokens [start, end), made from the state at `start`."""
+class ScheduledRow(NamedTuple):
+    """The share of one request in one step: its tokens [start, end), made from the state at
+    `start`.
+
+    A named tuple, because a step makes hundreds of rows. `block_table` and `token_ids` may be views
+    of what the request keeps: what they show never changes afterwards.
+    """
 
     request_id: str
     is_decode: bool  # runs in the decode segment (1 + K tokens), else in the prefill segment
@@ -19,11 +26,12 @@ class ScheduledRow:
     src_slot: int  # state slot read; -1: the state is zero (start == 0)
     dst_slots: tuple[int, ...]  # slots written: the final state (prefill), one a token (decode)
     exports: tuple[tuple[int, int], ...]  # (position, slot) inside the row, ascending
-    block_table: Sequence[int]  # KV block ids that cover [0, end), in order
+    block_table: Sequence[int] | np.ndarray  # int32 KV block ids that cover [0, end), in order
     kv_start: int  # KV of positions below this is already in the blocks and is not written again
     samples: bool  # whether the last token's logits give a new token
     sampling: SamplingParams
     sample_index: int  # number of tokens generated before this one: the random stream's position
+    next_token_ids: Sequence[int] = ()  # known ids from `end` on that draft layers look ahead to
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,10 @@
 """What a caller asks for and what the scheduler remembers of it."""
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +37,63 @@ class SamplingParams:
         require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "in [0, 20]")
         require(not isinstance(self.stop, str), "stop", "a tuple of strings")
         require(all(self.stop), "stop", "a tuple of non-empty strings")
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"  # holds nothing
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # will wait again as soon as its steps in flight have retired
+    FINISHED = "finished"  # gone for its caller; steps of it may still be in flight
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt, and what became of it so far.
+
+    Raises ValueError on construction for token ids that are not ids.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]  # packed on construction
+    sampling: SamplingParams = SamplingParams()
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0  # lower runs first
+    checkpoint_positions: tuple[int, ...] = ()  # states to keep, in tokens; floored to the grid
+    cache_salt: str = ""  # requests with different salts share nothing
+    lora: tuple[str, str] = ("", "")  # name and path
+    spans: tuple[Hashable, ...] = ()  # `cache.hashing.Span`: images and the like
+
+    token_ids: array = field(init=False)  # array("i"): prompt and output
+    num_prompt_tokens: int = field(init=False)
+    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
+    num_cached_tokens: int = field(default=0, init=False)  # found when it was first admitted
+    num_computed_tokens: int = field(default=0, init=False)  # have state and KV now
+    num_preemptions: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = _pack(self.prompt_token_ids)
+        self.prompt_token_ids = array("i", self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> array:
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+class RequestOutput(NamedTuple):
+    """What one commit brought for one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # new ones
+    finish_reason: str | None = None  # "stop", "length" or "error"; None: it goes on
+    error: str | None = None  # what went wrong, with finish_reason "error"
+
+
+def _pack(token_ids: Sequence[int]) -> array:
+    try:
+        packed = array("i", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"Request: prompt_token_ids must be ids in [0, 2**31): {error}") from None
+    if packed and min(packed) < 0:
+        raise ValueError(f"Request: prompt_token_ids must be ids in [0, 2**31), got {min(packed)}")
+    return packed

@@ -8,7 +8,6 @@ from torch_kda.cache.hashing import (
     Span,
     extend_keys,
     num_units,
-    pack_token_ids,
     root_key,
 )
 
@@ -115,13 +114,6 @@ def test_keys_are_equal_across_processes():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == keys_of(range(8), extras=Extras(salt="s"))[-1].hex()
-
-
-def test_pack_token_ids():
-    assert pack_token_ids([1, 2]) == array("i", [1, 2])
-    for bad in ([-1], [2**31], ["a"], [1.5]):
-        with pytest.raises(ValueError, match="token ids"):
-            pack_token_ids(bad)
 
 
 def test_span_errors():

@@ -1,0 +1,108 @@
+"""What the scheduler keeps of a request while it waits and runs, and of a step while it is in
+flight.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..cache.hashing import Extras
+from ..cache.policy import Kind
+from ..cache.prefix_cache import Node
+from .batch import ScheduledBatch
+from .request import Request
+
+
+class BlockTable:
+    """KV block ids of a request. What `ids` showed once never changes, so it is handed out
+    uncopied.
+    """
+
+    __slots__ = ("_buffer", "ids")
+
+    def __init__(self, blocks: Sequence[int] = ()) -> None:
+        self._buffer = np.array(blocks, dtype=np.int32)
+        self.ids = self._buffer
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def extend(self, blocks: Sequence[int]) -> None:
+        old, new = len(self.ids), len(self.ids) + len(blocks)
+        if new > len(self._buffer):
+            buffer = np.empty(max(2 * old, new, 16), dtype=np.int32)
+            buffer[:old] = self.ids
+            self._buffer = buffer
+        self._buffer[old:new] = blocks
+        self.ids = self._buffer[:new]
+
+    def replace(self, first: int, blocks: Sequence[int]) -> None:
+        """Puts blocks with the same content in the place of others."""
+        self._buffer = self.ids.copy()
+        self._buffer[first : first + len(blocks)] = blocks
+        self.ids = self._buffer
+
+
+@dataclass(slots=True)
+class KeptState:
+    """A state on its way into the cache: its slot is RESERVED or WRITTEN."""
+
+    position: int
+    slot: int
+    kind: Kind
+    step: int  # that writes it
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request and all that it holds. Nothing of the second half is held while it waits."""
+
+    request: Request
+    order: tuple[int, int]  # priority, arrival
+    limit: int  # tokens, prompt included, at which it ends
+    extras: Extras
+    stop_ids: frozenset[int]
+    token_ids: array  # the request's own
+    keys: list[bytes] = field(default_factory=list)  # of the units that are filled
+    deferred_to: dict[str, bytes] = field(default_factory=dict)  # writer -> key it waited for
+    drafts: Sequence[int] = ()  # proposed ids after the last token
+
+    node: Node | None = None  # deepest cached unit of its KV; the path down to it is pinned
+    table: BlockTable = field(default_factory=BlockTable)
+    slots: list[int] = field(default_factory=list)  # the running state first, then scratch
+    grid_state: tuple[int, int] | None = None  # verified state in a scratch slot: position, slot
+    kept: list[KeptState] = field(default_factory=list)
+    decode_states: list[tuple[Node, int]] = field(default_factory=list)  # node, slot; oldest first
+    plan: dict[int, Kind] = field(default_factory=dict)  # states to keep of this prefill
+    prefill_end: int = 0  # tokens of this prefill, those found included
+    kv_cached: int = 0  # tokens whose KV was found
+    scheduled_end: int = 0  # num_computed_tokens when all steps have retired
+    num_proven: int = 0  # tokens whose KV is complete, draft layers included
+    num_in_flight: int = 0  # steps with a row of it
+    num_pending: int = 0  # tokens that steps in flight sample
+    last_step: int = -1  # newest step with a row of it
+    last_row: int = -1  # that row
+    is_dirty: bool = False  # the running slot doesn't hold the state at num_computed_tokens
+    is_discarded: bool = False  # steps in flight don't count
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.scheduled_end >= self.prefill_end
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step between schedule and commit: what has to be done when it retires."""
+
+    batch: ScheduledBatch
+    requests: list[LiveRequest]  # of the rows
+    exports: list[list[KeptState]]  # of the rows
+    pinned_slots: list[int]  # READY or WRITTEN slots that it reads
+    freed_blocks: list[int] = field(default_factory=list)  # that it may still read
+    has_failed: bool = False
