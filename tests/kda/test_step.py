@@ -1,0 +1,219 @@
+"""StepBuffers against a plain restatement of StepInputs' field comments, over random batches."""
+
+import random
+from array import array
+
+import numpy as np
+import pytest
+import torch
+from torch_kda.kda.step import StepBuffers, StepInputs
+from torch_kda.scheduler.batch import ScheduledBatch, ScheduledRow
+from torch_kda.tests.kda.oracle import row
+
+BLOCK = 16
+CAPACITY = {
+    "max_decode_rows": 6,
+    "max_prefill_tokens": 190,
+    "max_prefill_rows": 5,
+    "max_checkpoints": 12,
+    "max_blocks": 12,
+    "block_size": BLOCK,
+}
+
+
+def buffers(draft_tokens: int = 0, **changes) -> StepBuffers:
+    return StepBuffers(**{**CAPACITY, **changes}, num_speculative_tokens=draft_tokens)
+
+
+def random_row(rng: random.Random, slots: list[int], *, decode: bool, most: int) -> ScheduledRow:
+    length = rng.randint(1, most)
+    start = rng.choice([0, 16, 48, 80, 37]) if not decode else rng.randint(1, 100)
+    blocks = array("i", rng.sample(range(1000), -(-(start + length) // BLOCK)))
+    positions = sorted(
+        rng.sample(range(start + 16, start + length + 1, 16), k=min(2, length // 16))
+    )
+    return row(
+        [rng.randrange(1, 500) for _ in range(length)],
+        start,
+        src=slots.pop() if start else -1,
+        dst=tuple(slots.pop() for _ in range(length)) if decode else slots.pop(),
+        # views of memory and lists are both allowed
+        blocks=rng.choice([blocks, memoryview(blocks), list(blocks), np.asarray(blocks)]),
+        decode=decode,
+        exports=() if decode else tuple((p, slots.pop()) for p in positions),
+        kv_start=rng.choice([0, start, start + length // 2]),
+        prev_row=rng.choice([-1, -1, 3]),
+    )
+
+
+def plain(batch: ScheduledBatch, D: int, T: int, K: int) -> dict[str, list]:
+    """The step's tensors as nested lists, an element at a time."""
+    M, N = 1 + K, CAPACITY["max_prefill_rows"] if T else 0
+    rows = [r for r in batch.rows if r.is_decode] + [None] * (D - batch.num_decode_rows)
+    prefill = [r for r in batch.rows if not r.is_decode]
+    out = {name: [] for name in (*StepInputs._fields, "prev_rows")}
+
+    def put_token(r: ScheduledRow, position: int) -> None:
+        is_last = position == r.end - 1
+        out["input_ids"].append(r.token_ids[position - r.start])
+        block = r.block_table[position // BLOCK]
+        is_kept = position >= r.kv_start
+        out["slot_mapping"].append(block * BLOCK + position % BLOCK if is_kept else -1)
+        out["prev_rows"].append(r.prev_row if is_last else -1)
+
+    def put_padding(count: int) -> None:
+        for name, value in (("input_ids", 0), ("slot_mapping", -1), ("prev_rows", -1)):
+            out[name] += [value] * count
+
+    for i, r in enumerate(rows):
+        size = 0 if r is None else r.end - r.start
+        out["decode_src_slots"].append(-1 if r is None else r.src_slot)
+        dst = () if r is None else r.dst_slots
+        out["decode_dst_slots"].append([*dst, *[-1] * (M - size)])
+        out["seq_lens"].append(0 if r is None else r.start + M)
+        if r is not None:
+            out["sample_rows"] += range(i * M, (i + 1) * M)
+            for position in range(r.start, r.end):
+                put_token(r, position)
+        put_padding(M - size)
+    out["cu_seqlens"], out["checkpoint_indptr"] = [0], [0]
+    for r in prefill:
+        for position in range(r.start, r.end):
+            put_token(r, position)
+        out["cu_seqlens"].append(out["cu_seqlens"][-1] + r.end - r.start)
+        out["initial_slots"].append(r.src_slot)
+        out["final_slots"].append(r.dst_slots[0])
+        for position, slot in r.exports:
+            out["checkpoint_offsets"].append(position - r.start)
+            out["checkpoint_slots"].append(slot)
+        out["checkpoint_indptr"].append(len(out["checkpoint_slots"]))
+        out["seq_lens"].append(r.end)
+        out["sample_rows"].append(D * M + out["cu_seqlens"][-1] - 1)
+    for name, value, size in (
+        ("input_ids", 0, D * M + T),
+        ("slot_mapping", -1, D * M + T),
+        ("prev_rows", -1, D * M + T),
+        ("cu_seqlens", out["cu_seqlens"][-1], N + 1),
+        ("checkpoint_indptr", out["checkpoint_indptr"][-1], N + 1),
+        ("initial_slots", -1, N),
+        ("final_slots", -1, N),
+        ("checkpoint_offsets", 0, CAPACITY["max_checkpoints"]),
+        ("checkpoint_slots", -1, CAPACITY["max_checkpoints"]),
+        ("seq_lens", 0, D + N),
+        ("sample_rows", 0, D * M + N),
+    ):
+        out[name] += [value] * (size - len(out[name]))
+    for r in [*rows, *prefill, *[None] * (N - len(prefill))]:
+        blocks = [] if r is None else list(r.block_table)
+        out["block_table"].append(blocks + [0] * (CAPACITY["max_blocks"] - len(blocks)))
+    return out
+
+
+def random_batch(rng: random.Random, K: int) -> ScheduledBatch:
+    slots = rng.sample(range(200), 200)
+    decode = [
+        random_row(rng, slots, decode=True, most=1 + K) for _ in range(rng.choice([0, 1, 3, 6]))
+    ]
+    prefill = [
+        random_row(rng, slots, decode=False, most=rng.choice([1, 20, 36]))
+        for _ in range(rng.choice([0, 0, 1, 5]))
+    ]
+    return ScheduledBatch(0, (*decode, *prefill))
+
+
+@pytest.mark.parametrize("K", [0, 2])
+def test_fill(K: int) -> None:
+    """Each fill is complete: nothing of the one before shows, whatever its layout was."""
+    rng, into = random.Random(K), buffers(K)
+    for _ in range(150):
+        batch = random_batch(rng, K)
+        tokens = batch.num_prefill_tokens
+        D = rng.randint(batch.num_decode_rows, CAPACITY["max_decode_rows"])
+        T = rng.choice([t for t in (0, 16, 48, 112, 192) if t >= tokens])
+        inputs = into.fill(batch, D, T)
+        expected = plain(batch, D, T, K)
+        prev_rows = expected.pop("prev_rows")
+        for name, values in expected.items():
+            tensor = getattr(inputs, name)
+            assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+            assert tensor.tolist() == values, name
+        assert into.prev_rows.tolist() == prev_rows
+
+
+def test_fill_sizes_by_default() -> None:
+    """Without a layout: the batch's own D, and T rounded up to a multiple of 16."""
+    batch = ScheduledBatch(
+        0,
+        (
+            row([1], 3, src=0, dst=1, blocks=array("i", [5]), decode=True),
+            row([2] * 17, 0, src=-1, dst=2, blocks=array("i", [6, 7])),
+        ),
+    )
+    inputs = buffers().fill(batch)
+    assert inputs.decode_src_slots.shape == (1,)
+    assert inputs.input_ids.shape == (1 + 32,)
+
+
+def test_fill_exports_are_sorted() -> None:
+    batch = ScheduledBatch(
+        0,
+        (row([1] * 50, 16, src=0, dst=1, blocks=array("i", range(5)), exports=((64, 3), (32, 4))),),
+    )
+    inputs = buffers().fill(batch)
+    assert inputs.checkpoint_offsets[:2].tolist() == [16, 48]
+    assert inputs.checkpoint_slots[:2].tolist() == [4, 3]
+
+
+def test_fill_keeps_addresses() -> None:
+    """A (D, T) has the same memory each time, so a captured graph can be replayed."""
+    into, rng = buffers(), random.Random(1)
+    empty = ScheduledBatch(0, ())
+    first = [x.data_ptr() for x in into.fill(empty, 3, 32)]
+    for _ in range(5):
+        into.fill(random_batch(rng, 0), 6, 192)
+    assert [x.data_ptr() for x in into.fill(empty, 3, 32)] == first
+    assert all(address % 16 == 0 for address in first)
+
+
+def test_fill_keeps_few_layouts() -> None:
+    into = buffers(max_prefill_tokens=16 * 3000)
+    for T in range(16, 16 * 1100, 16):
+        into.fill(ScheduledBatch(0, ()), 0, T)
+    assert len(into._layouts) < 1024
+
+
+@pytest.mark.parametrize("D,T", [(7, 0), (0, 208), (1, 8)])
+def test_fill_asserts_capacity(D: int, T: int) -> None:
+    with pytest.raises(AssertionError, match="=7|=208|T=8"):
+        buffers().fill(ScheduledBatch(0, ()), D, T)
+
+
+def test_take_tokens() -> None:
+    """The last id comes from the step before, by that step's rows; all others stay."""
+    into = buffers()
+    rows = [
+        row([0], 7, src=0, dst=1, blocks=array("i", [0]), decode=True, prev_row=2),
+        row([44], 7, src=2, dst=3, blocks=array("i", [1]), decode=True),
+        row([0], 9, src=4, dst=5, blocks=array("i", [2]), decode=True, prev_row=0),
+        row([7, 8, 0], 0, src=-1, dst=6, blocks=array("i", [3]), prev_row=1),
+    ]
+    inputs = into.fill(ScheduledBatch(0, tuple(rows)), 4, 16)
+    into.take_tokens(inputs, torch.tensor([90, 91, 92]))
+    assert inputs.input_ids.tolist() == [92, 44, 90, 0, 7, 8, 91, *[0] * 13]
+
+
+@pytest.mark.gpu
+def test_fill_on_gpu() -> None:
+    """Steps filled faster than they are copied arrive whole, each in its turn."""
+    on_gpu = StepBuffers(**CAPACITY, device="cuda")
+    on_cpu, rng = buffers(), random.Random(2)
+    batches = [random_batch(rng, 0) for _ in range(60)]
+    seen = []
+    torch.cuda._sleep(20_000_000)  # the copies queue up behind this
+    for batch in batches:
+        inputs = on_gpu.fill(batch, 6, 192)
+        seen.append((*(x.clone() for x in inputs), on_gpu.prev_rows.clone()))
+    for batch, tensors in zip(batches, seen, strict=True):
+        expected = (*on_cpu.fill(batch, 6, 192), on_cpu.prev_rows)
+        for name, a, b in zip((*StepInputs._fields, "prev_rows"), tensors, expected, strict=True):
+            assert torch.equal(a.cpu(), b), name
