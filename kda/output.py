@@ -11,19 +11,24 @@ class OutputText:
     Text that may be the beginning of a stop string waits until it is known not to be.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._stream = tokenizer.stream()
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()) -> None:
+        """
+        Args:
+            tokenizer: None: there is no text.
+            stop: texts that end the output.
+        """
+        self._stream = tokenizer.stream() if tokenizer else None
         self._stop = tuple(stop)
         self._held = ""
         self.is_stopped = False  # a stop string has come; nothing follows
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens release, without a stop string and what comes after it."""
-        return self._release(self._stream.push(token_ids))
+        return self._release(self._stream.push(token_ids)) if self._stream else ""
 
     def finish(self) -> str:
         """What still waits when the output ends for another reason."""
-        piece = self._release(self._stream.finish())
+        piece = self._release(self._stream.finish()) if self._stream else ""
         held, self._held = self._held, ""
         return piece + held
 

@@ -17,7 +17,7 @@ class Forward:
     first_token: int  # position of the first token computed
     num_tokens: int  # tokens computed
     is_decode: bool
-    exports: tuple[int, ...]  # positions inside the forward whose state was kept
+    exports: tuple[int, ...]  # positions whose state it wrote for the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +66,14 @@ def draw_timeline(path: str | Path, panels: Mapping[str, Sequence[Lane]]) -> Non
 
 def _draw_panel(axis, title: str, lanes: Sequence[Lane]) -> None:
     axis.set_title(title, loc="left", fontsize=10)
+    # the prefill fills the panel; of the decode that follows, its beginning is enough
+    axis.set_xlim(0, max(lane.ttft_s for lane in lanes) * 1e3 * 1.25)
     for y, lane in enumerate(lanes):
         for forward in lane.forwards:
             _draw_forward(axis, y, forward)
         axis.plot(lane.ttft_s * 1e3, y, marker="*", color=TOKEN, markersize=11, zorder=4)
-    # the prefill fills the panel; of the decode that follows, its beginning is enough
-    axis.set_xlim(0, max(lane.ttft_s for lane in lanes) * 1e3 * 1.25)
     axis.set_ylim(len(lanes) - 0.5, -0.6)
-    names = [f"{lane.name}\n{lane.num_cached_tokens} cached" for lane in lanes]
+    names = [f"{lane.name}\n{lane.num_cached_tokens:,} cached" for lane in lanes]
     axis.set_yticks(range(len(lanes)), names, fontsize=9)
     axis.spines[["top", "right", "left"]].set_visible(False)
 
@@ -84,11 +84,9 @@ def _draw_forward(axis, y: int, forward: Forward) -> None:
     axis.barh(y, width, left=start, height=0.5, color=color, edgecolor="white", linewidth=0.8)
     if forward.is_decode:
         return
-    label = f"{forward.num_tokens} tokens"
-    text = axis.text(
-        start + width / 2, y, label, ha="center", va="center", color="white", fontsize=8
-    )
-    text.set_clip_on(True)
+    if width > 0.1 * axis.get_xlim()[1]:
+        label = f"{forward.num_tokens:,} tokens"
+        axis.text(start + width / 2, y, label, ha="center", va="center", color="white", fontsize=8)
     for position in forward.exports:
         # where in the forward's tokens the state lies; its time is not known
         x = start + width * (position - forward.first_token) / forward.num_tokens

@@ -1,0 +1,192 @@
+"""The command line: `torch-kda`, or `python -m torch_kda.kda`."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from .demo import DemoResult
+
+# torch takes seconds to import, so each command imports what it needs
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Kimi Delta Attention language models in PyTorch: one forward per prompt.",
+)
+
+Seed = Annotated[int, typer.Option(help="Of the random weights.")]
+Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda.")]
+
+
+@app.command()
+def demo(
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 4000,
+    file: Annotated[
+        Path | None, typer.Option(help="Text to take it from. Default: this package's own.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")
+    ] = False,
+    picture: Annotated[Path, typer.Option(help="Where the timeline of forwards is drawn.")] = Path(
+        "torch-kda-demo.png"
+    ),
+    seed: Seed = 0,
+    device: Device = "auto",
+) -> None:
+    """Prefill a prompt and a follow-up, in one pass and in two, and compare.
+
+    Exits with 1 if greedy tokens with and without the cache differ, or a promise is not kept.
+    """
+    with _clear_errors():
+        from .demo import NUM_STAGES, repository_text, run_demo
+
+        text = _read(file) if file else repository_text()
+        with _progress(NUM_STAGES) as say:
+            result = run_demo(text, tokens, device=_one_thread(device), seed=seed, say=say)
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        _print_result(result)
+    _say(_draw(result, picture))
+    failures = result.failures()
+    for failure in failures:
+        _say(f"FAILED: {failure}")
+    raise typer.Exit(1 if failures else 0)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
+    model: Annotated[str, typer.Option(help="A preset, or the folder of a checkpoint.")] = "tiny",
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Seed = 0,
+    device: Device = "auto",
+) -> None:
+    """Go on from a prompt. Presets have random weights, so they say nothing of sense."""
+    with _clear_errors():
+        from .llm import LLM, SamplingParams
+
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        llm = LLM(model, device=_device(device), seed=seed)
+        output = llm.generate(prompt, sampling)[0]
+    typer.echo(output.text)
+    usage = output.usage
+    _say(
+        f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated, "
+        f"finished by {output.finish_reason}"
+    )
+    if output.error:
+        _say(f"FAILED: {output.error}")
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the `torch-kda` script."""
+    app()
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """What the caller or the machine got wrong ends in one line and code 2, not in a trace."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        _say(f"torch-kda: {error}")
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def _progress(num_stages: int) -> Iterator:
+    """A function that names the next stage; the bar is on stderr."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=num_stages + 1)
+
+        def say(stage: str) -> None:
+            bar.update(task, description=stage, advance=1)
+
+        yield say
+        bar.update(task, description="done", completed=num_stages + 1)
+
+
+def _print_result(result: "DemoResult") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .demo import describe_result
+
+    model = result.model_config
+    title = f"{model.name}, {model.num_hidden_layers} layers, {model.dtype}, {result.config.device}"
+    table = Table(title=title)
+    table.add_column("prefill", no_wrap=True)
+    table.add_column("request")
+    for column in ("forwards", "exports", "computed", "cached", "TTFT ms"):
+        table.add_column(column, justify="right")
+    for mode, runs in (("single pass", result.single_pass), ("two passes", result.two_pass)):
+        for request, run in zip(("first", "follow-up"), runs, strict=True):
+            table.add_row(
+                mode if request == "first" else "",
+                request,
+                str(len(run.prefills)),
+                str(run.num_exports),
+                f"{run.num_computed_tokens:,}",
+                f"{run.num_cached_tokens:,}",
+                f"{run.ttft_s * 1e3:,.1f}",
+            )
+    console = Console()
+    console.print(table)
+    for line in describe_result(result):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _draw(result: "DemoResult", path: Path) -> str:
+    """Draws the timeline, and says where it is or why there is none."""
+    from .timeline import can_draw, draw_timeline
+
+    if not can_draw():
+        return "no picture: matplotlib is not installed; pip install 'torch-kda[plots]'"
+    try:
+        draw_timeline(path, result.panels())
+    except OSError as error:
+        return f"no picture: {error}"
+    return f"timeline of forwards: {path.resolve()}"
+
+
+def _device(name: str) -> str:
+    import torch
+
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _one_thread(device: str) -> str:
+    """The device that is meant. The tiny model on a CPU gets one thread."""
+    import torch
+
+    device = _device(device)
+    if device == "cpu":
+        # two threads on two busy cores wait for each other: 27 s instead of 0.9 s were seen
+        torch.set_num_threads(1)
+    return device
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from None
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+if __name__ == "__main__":
+    main()

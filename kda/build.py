@@ -1,0 +1,126 @@
+"""From configs to a running engine: weights, caches, and what the kernels can do."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+from ..cache.hashing import root_key
+from ..cache.prefix_cache import PrefixCache
+from ..cache.spec import KDASpec, common_spec
+from ..scheduler.scheduler import Scheduler
+from .config import CHECKPOINT_ALIGNMENT, EngineConfig, ModelConfig
+from .engine import Engine
+from .model import KDAForCausalLM
+from .runner import ModelRunner
+from .tokenizer import Tokenizer
+from .weights import load_checkpoint
+
+LAYOUT_VERSION = 1  # of what a state slot and a KV block hold
+
+log = logging.getLogger("torch_kda.build")
+
+
+def load_model(config: ModelConfig, engine: EngineConfig, folder: Path | None) -> KDAForCausalLM:
+    """A model with weights on the engine's device.
+
+    Args:
+        config: as `EngineConfig.resolve` returns it.
+        folder: of a checkpoint. None: random weights by the engine's seed.
+
+    Raises:
+        ValueError: the checkpoint is broken or another model's.
+        RuntimeError: the device is not there.
+    """
+    if engine.device != "cpu" and not torch.cuda.is_available():
+        raise RuntimeError(f"device {engine.device!r}: torch finds no CUDA device; use 'cpu'")
+    with torch.inference_mode():
+        model = KDAForCausalLM(config, engine.device)
+        if folder is None:
+            model.random_init(engine.seed)
+        else:
+            load_checkpoint(model, folder)
+    return model
+
+
+def build_engine(
+    runner: ModelRunner,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    weights: str = "",
+) -> Engine:
+    """An engine over a runner, its scheduler made for what the runner holds and can do.
+
+    Args:
+        runner: made with the same config.
+        weights: names the weights, for the keys of the cache.
+    """
+    model, plan = runner.model.config, runner.plan
+    spec = common_spec({f"layers.{i}": _spec(model, config) for i in model.kda_layers})
+    is_caching = config.enable_prefix_caching
+    cache = PrefixCache(
+        num_blocks=plan.num_kv_blocks,
+        block_size=plan.block_size,
+        num_slots=plan.num_state_slots,
+        unit=config.prefix_match_unit,
+        root=root_key(
+            weights=weights or f"{model} {config.seed}",
+            kv_dtype=model.dtype,
+            state_dtype=spec.state_dtype,
+            gate="softplus" if model.gate_lower_bound is None else "bounded",
+            gate_lower_bound=model.gate_lower_bound,
+            unit=config.prefix_match_unit,
+            layout=LAYOUT_VERSION,
+            tp_rank=0,
+        ),
+    )
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        num_speculative_tokens=config.num_speculative_tokens,
+        alignment=spec.checkpoint_alignment,
+        num_prefill_checkpoint_blocks=spec.num_prefill_checkpoint_blocks,
+        max_exports_per_step=config.max_num_checkpoints if is_caching else 0,
+        export_every=config.checkpoint_interval,
+        num_decode_states=2 if is_caching else 0,
+    )
+    engine = Engine(runner, scheduler, tokenizer, seed=config.seed, shares_prefixes=is_caching)
+    for line in describe(engine):
+        log.info(line)
+    return engine
+
+
+def describe(engine: Engine) -> list[str]:
+    """What runs, in lines for people."""
+    model, runner, scheduler = engine.model_config, engine.runner, engine.scheduler
+    layers = f"{model.num_kda_layers} KDA + {model.num_mla_layers} MLA layers"
+    exports = scheduler.num_prefill_checkpoint_blocks
+    prefill = f"single pass, up to {exports} states exported a forward"
+    if not engine.shares_prefixes:
+        prefill = "no prefix caching"
+    elif exports == 0:
+        prefill = "two passes: a forward ends wherever a state is to be kept"
+    return [
+        f"torch-kda {__version__}: {model.name}, {layers}, {model.dtype} on {runner.device}",
+        f"prefill: {prefill}; unit {scheduler.cache.unit}, budget "
+        f"{scheduler.max_num_batched_tokens:,} tokens a step",
+        f"memory: {runner.plan}",
+    ]
+
+
+def _spec(model: ModelConfig, config: EngineConfig) -> KDASpec:
+    """What one KDA layer keeps, and what its prefill can export."""
+    return KDASpec(
+        num_value_heads=model.linear_num_heads,
+        head_k_dim=model.linear_head_dim,
+        head_v_dim=model.linear_head_dim,
+        conv_channels=model.conv_dim,
+        conv_dtype=model.dtype,
+        num_prefill_checkpoint_blocks=config.num_prefill_checkpoint_blocks,
+        checkpoint_alignment=CHECKPOINT_ALIGNMENT,
+        num_speculative_blocks=config.num_speculative_tokens,
+    )

@@ -1,0 +1,240 @@
+"""Requests in, tokens and text out: the only file that knows both scheduler and runner."""
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..scheduler.batch import ScheduledBatch
+from ..scheduler.request import Request, RequestOutput, SamplingParams
+from ..scheduler.scheduler import Scheduler
+from .config import ModelConfig
+from .output import OutputText
+from .runner import ModelRunner, StepResult, TokenLogprobs
+from .tokenizer import Tokenizer
+
+log = logging.getLogger("torch_kda.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestUpdate:
+    """What one step brought for one request."""
+
+    request_id: str
+    text: str  # to append; "" without a tokenizer
+    token_ids: tuple[int, ...]  # to append
+    logprobs: Sequence[TokenLogprobs]  # of these tokens; empty if not asked for
+    num_cached_tokens: int  # of the prompt, found when it was admitted
+    finish_reason: str | None  # "stop", "length" or "error"; None: it goes on
+    error: str | None  # what went wrong, with finish_reason "error"
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Request
+    text: OutputText
+
+
+class Engine:
+    """Continuous batching over one runner. One thread submits, steps and aborts."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        *,
+        seed: int = 0,
+        shares_prefixes: bool = True,
+    ) -> None:
+        """
+        Args:
+            runner, scheduler: made for the same slots and blocks.
+            tokenizer: None: outputs have no text, and stop strings are refused.
+            seed: of the seeds given to requests that bring none.
+            shares_prefixes: whether a request may start from what others have left in the cache.
+        """
+        self.runner = runner
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.shares_prefixes = shares_prefixes
+        self._seeds = random.Random(seed)
+        self._num_submitted = 0
+        self._running: dict[str, _Running] = {}
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.runner.model.config
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self._running)
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Whether `submit` would take this.
+
+        Raises:
+            ValueError: the prompt is empty, holds what is no id of the vocabulary, or leaves no
+                room for a token within the model's length; a sampling field is out of place.
+        """
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(
+                f"Engine.submit: sampling must be SamplingParams, got {type(sampling).__name__}"
+            )
+        _check_ids("prompt_token_ids", prompt_token_ids, self.model_config.vocab_size)
+        if len(prompt_token_ids) == 0:
+            raise ValueError("Engine.submit: prompt_token_ids must not be empty")
+        limit = self.model_config.max_model_len
+        if len(prompt_token_ids) >= limit:
+            raise ValueError(
+                f"Engine.submit: the prompt has {len(prompt_token_ids):,} tokens, but the model "
+                f"holds {limit:,}, and one of them has to be left for the output"
+            )
+        _check_ids("stop_token_ids", sampling.stop_token_ids, self.model_config.vocab_size)
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(
+                "Engine.submit: stop strings need a tokenizer, and this model has none; "
+                "use stop_token_ids"
+            )
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        checkpoint_positions: Sequence[int] = (),
+        cache_salt: str = "",
+    ) -> str:
+        """Queue a request; its updates come out of `step`.
+
+        Args:
+            sampling: None: the defaults.
+            request_id: None: one is made up.
+            priority: lower runs first.
+            checkpoint_positions: tokens of the prompt after which the state is worth keeping.
+            cache_salt: requests with different salts share nothing.
+
+        Returns:
+            request_id
+
+        Raises:
+            ValueError: as `check`, or the id is in use. Nothing has been queued then.
+        """
+        sampling = sampling or SamplingParams()
+        self.check(prompt_token_ids, sampling)
+        if request_id is None:
+            request_id = f"request-{self._num_submitted}"
+        if request_id in self._running:
+            raise ValueError(f"Engine.submit: request_id {request_id!r} is in use")
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=self._seeds.getrandbits(63))
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            eos_token_ids=self.model_config.eos_token_ids,
+            priority=priority,
+            checkpoint_positions=tuple(checkpoint_positions),
+            cache_salt=cache_salt if self.shares_prefixes else f"private {self._num_submitted}",
+        )
+        self.scheduler.enqueue(request)
+        self._running[request_id] = _Running(request, OutputText(self.tokenizer, sampling.stop))
+        self._num_submitted += 1
+        return request_id
+
+    def step(self) -> list[RequestUpdate]:
+        """Run one forward and return what it brought, in the batch's order."""
+        batch = self.scheduler.schedule()
+        result = self._run(batch)
+        outputs = self._retire(batch, result)
+        return self._updates(batch, result, outputs)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request; no update of it follows. False if it is not there (any more)."""
+        if self._running.pop(request_id, None) is None:
+            return False
+        self.scheduler.abort(request_id)
+        return True
+
+    def _run(self, batch: ScheduledBatch) -> StepResult | Exception:
+        if not batch.rows:
+            return StepResult([], [])
+        try:
+            return self.runner.run(batch)
+        # whatever it is, it ends the requests of this step and no others
+        except Exception as error:
+            log.exception("step %d with %d rows failed", batch.step, len(batch.rows))
+            return error
+
+    def _retire(self, batch: ScheduledBatch, result: StepResult | Exception) -> list[RequestOutput]:
+        if isinstance(result, Exception):
+            return self.scheduler.fail(batch, f"{type(result).__name__}: {result}")
+        return self.scheduler.commit(batch, result.token_ids)
+
+    def _updates(
+        self,
+        batch: ScheduledBatch,
+        result: StepResult | Exception,
+        outputs: Sequence[RequestOutput],
+    ) -> list[RequestUpdate]:
+        logprobs: dict[str, Sequence[TokenLogprobs]] = {}
+        if isinstance(result, StepResult):
+            logprobs = {
+                row.request_id: found
+                for row, found in zip(batch.rows, result.logprobs, strict=True)
+                if found
+            }
+        return [self._update(output, logprobs.get(output.request_id, ())) for output in outputs]
+
+    def _update(self, output: RequestOutput, logprobs: Sequence[TokenLogprobs]) -> RequestUpdate:
+        running = self._running[output.request_id]
+        text, reason = running.text.push(output.token_ids), output.finish_reason
+        if running.text.is_stopped:
+            if reason is None:
+                self.scheduler.finish(output.request_id, "stop")
+            reason = "stop"
+        elif reason is not None:
+            text += running.text.finish()
+        if reason is not None:
+            del self._running[output.request_id]
+        return RequestUpdate(
+            request_id=output.request_id,
+            text=text,
+            token_ids=output.token_ids,
+            logprobs=logprobs[: len(output.token_ids)],
+            num_cached_tokens=running.request.num_cached_tokens,
+            finish_reason=reason,
+            error=output.error,
+        )
+
+
+def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ValueError unless these are integers in [0, vocab_size)."""
+    if isinstance(token_ids, str | bytes):
+        kind = type(token_ids).__name__
+        raise ValueError(f"Engine.submit: {name} must be a sequence of token ids, got {kind}")
+    try:
+        ids = np.asarray(token_ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(
+            f"Engine.submit: {name} must be a sequence of token ids: {error}"
+        ) from None
+    if ids.size == 0 and ids.ndim == 1:
+        return
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"Engine.submit: {name} must be a flat sequence of integers, "
+            f"got shape {list(ids.shape)} of {ids.dtype}"
+        )
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if wrong.size:
+        at = int(wrong[0])
+        raise ValueError(
+            f"Engine.submit: {name} must be in [0, {vocab_size}), the vocabulary; "
+            f"got {int(ids[at])} at position {at}"
+        )
