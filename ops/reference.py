@@ -106,7 +106,7 @@ def _prepare(
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     g = log_decay(g_raw, A_log, dt_bias, lower_bound)
     g = _heads_first(torch.where(is_row[..., None, None], g, 0), HV)
-    beta = rearrange(torch.where(is_row[..., None], sigmoid(beta_logit), 0), "n t h -> n h t")
+    beta = rearrange(sigmoid(beta_logit), "n t h -> n h t")
     kk, qk = _decayed_products(torch.stack([k, q]), k, g)
     # (I + L) U = diag(beta) R gives the corrections U from the residuals R
     L = (beta[..., None] * kk).tril(-1)
@@ -512,7 +512,7 @@ def _gather(x: Tensor, rows: Tensor, is_row: Tensor) -> Tensor:
 
 
 def _read_slot(pool: Tensor, slot: int) -> Tensor:
-    return pool[slot].clone() if slot >= 0 else pool.new_zeros(pool.shape[1:])
+    return pool[slot] if slot >= 0 else pool.new_zeros(pool.shape[1:])
 
 
 def _write_slot(pool: Tensor, slot: int, value: Tensor) -> None:
