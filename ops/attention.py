@@ -178,7 +178,7 @@ def _check_layout(op: str, q: Tensor, kv_pool: Tensor, others: dict[str, Tensor]
     check_device(op, {"q": q, "kv_pool": kv_pool} | others)
 
 
-def _mla_decode_cuda(
+def mla_decode_padded(
     q: Tensor,
     kv_pool: Tensor,
     block_table: Tensor,
@@ -188,7 +188,7 @@ def _mla_decode_cuda(
     kv_lora_rank: int,
     num_tokens_per_row: int,
 ) -> Tensor:
-    # stand-in: gathers the whole capacity of each row, so that no length is read on the host
+    """`mla_decode` over the whole capacity of each row, so that no length is read on the host."""
     D, M = seq_lens.shape[0], num_tokens_per_row
     latents = kv_pool[block_table.clamp(0, kv_pool.shape[0] - 1).long()].flatten(1, 2)
     place = torch.arange(latents.shape[1], device=q.device)
@@ -230,7 +230,7 @@ _mla_decode = define_op(
     "mla_decode(Tensor q, Tensor kv_pool, Tensor block_table, Tensor seq_lens, *, float scale, "
     "SymInt kv_lora_rank, SymInt num_tokens_per_row) -> Tensor",
     cpu=reference.mla_decode_ref,
-    cuda=_mla_decode_cuda,
+    cuda=mla_decode_padded,
     fake=_mla_decode_fake,
 )
 _mla_prefill = define_op(

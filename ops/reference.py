@@ -530,17 +530,26 @@ def _export(pool: Tensor, sequence: _Sequence, done: int, state: Tensor) -> None
 
 
 def _write_slots(pool: Tensor, slots: Tensor, values: Tensor) -> None:
-    """pool[slots] = values where the slot exists, without reading the device."""
+    """pool[slots] = values where the slot exists."""
+    if not pool.is_cpu:
+        write_slots_unread(pool, slots, values)
+        return
+    is_slot = (slots >= 0) & (slots < pool.shape[0])
+    pool[slots[is_slot].long()] = values[is_slot].to(pool.dtype)
+
+
+def write_slots_unread(pool: Tensor, slots: Tensor, values: Tensor) -> None:
+    """pool[slots] = values where the slot exists, without reading the device.
+
+    The others repeat the first write that is valid; where none is, slot 0 gets its own value back.
+    """
     if slots.numel() == 0:
         return
     is_slot = (slots >= 0) & (slots < pool.shape[0])
-    if pool.is_cpu:
-        pool[slots[is_slot].long()] = values[is_slot].to(pool.dtype)
-        return
-    # the rest repeats the first valid write, or writes slot 0's own value back where there is none
-    one = is_slot.int().argmax()
-    keep = is_slot[(..., *(None,) * (pool.ndim - 1))]
-    spare_slot = torch.where(is_slot[one], slots[one], 0)
-    spare = torch.where(is_slot[one], values[one].to(pool.dtype), pool[spare_slot.long()])
+    first = is_slot.int().argmax(0, keepdim=True)  # an index of one dim: one of none would be read
+    has_one = is_slot[first]
+    spare_slot = torch.where(has_one, slots[first], 0)
+    wide, values = (..., *(None,) * (pool.ndim - 1)), values.to(pool.dtype)
+    spare = torch.where(has_one[wide], values[first], pool[spare_slot.long()])
     target = torch.where(is_slot, slots, spare_slot).long()
-    pool.index_put_((target,), torch.where(keep, values.to(pool.dtype), spare))
+    pool.index_put_((target,), torch.where(is_slot[wide], values, spare))

@@ -1,9 +1,11 @@
 """mla_store, mla_decode, mla_prefill: against attention over keys and values written out."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
-from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
+from torch_kda.ops.attention import mla_decode, mla_decode_padded, mla_prefill, mla_store
 from torch_kda.tests.checks import assert_close_as_torch, assert_same
 from torch_kda.tests.ops.cases import Case, ints
 
@@ -93,8 +95,9 @@ def latent_attention(q: Tensor, latent: Tensor, M: int) -> Tensor:
     return torch.einsum("hms,sr->mhr", weights, latent[:, :R])
 
 
+@pytest.mark.parametrize("op", [mla_decode, mla_decode_padded])
 @pytest.mark.parametrize("M", [1, 3])
-def test_mla_decode(M: int, device: str) -> None:
+def test_mla_decode(M: int, op: Callable[..., Tensor], device: str) -> None:
     lengths = [M, 0, 40, 16, 129]
     pool, table, latents = cache(lengths, device)
     kv_b = weight(device)
@@ -103,7 +106,7 @@ def test_mla_decode(M: int, device: str) -> None:
     # absorbed in double, then rounded: the rounding is not the op's
     absorbed = torch.einsum("thn,hnr->thr", q[..., :N_K].double(), w_uk.double())
     absorbed = torch.cat([absorbed, q[..., N_K:].double()], dim=-1).to(pool.dtype)
-    o = mla_decode(
+    o = op(
         *(absorbed, pool, table, ints(lengths, device)),
         scale=SCALE,
         kv_lora_rank=R,

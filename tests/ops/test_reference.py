@@ -4,9 +4,15 @@ import pytest
 import torch
 from einops import repeat
 from torch_kda.ops.kda import kda_prefill
-from torch_kda.ops.reference import kda_recurrent_ref, log_decay, sigmoid, softplus
+from torch_kda.ops.reference import (
+    kda_recurrent_ref,
+    log_decay,
+    sigmoid,
+    softplus,
+    write_slots_unread,
+)
 from torch_kda.tests.checks import assert_rms, assert_same
-from torch_kda.tests.ops.cases import GATES, prefill_case, run, sizes
+from torch_kda.tests.ops.cases import GATES, ints, prefill_case, run, sizes
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 
 
@@ -70,3 +76,16 @@ def test_pointwise_bits_do_not_depend_on_the_place(f) -> None:
         torch.sigmoid(x.double()) if f is sigmoid else torch.nn.functional.softplus(x.double())
     )
     torch.testing.assert_close(whole.double(), expected, rtol=3e-7, atol=1e-38)
+
+
+@pytest.mark.parametrize(
+    "slots", [[3, -1, 0, 9, -5], [-1, 9, 2, -1, 4], [-1] * 5, [4, 3, 2, 1, 0], []], ids=str
+)
+def test_write_slots_unread(slots: list[int], device: str) -> None:
+    pool, values = torch.randn(5, 2, 3, device=device), torch.randn(len(slots), 2, 3, device=device)
+    expected = pool.clone()
+    for i, slot in enumerate(slots):
+        if 0 <= slot < 5:
+            expected[slot] = values[i]
+    write_slots_unread(pool, ints(slots, device), values)
+    assert_same("pool", pool, expected)
