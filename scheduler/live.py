@@ -5,6 +5,7 @@ flight.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class BlockTable:
 
     def __init__(self, blocks: Sequence[int] = ()) -> None:
         self._buffer = np.array(blocks, dtype=np.int32)
-        self.ids = self._buffer
+        self.ids: Any = self._buffer
 
     def __len__(self) -> int:
         return len(self.ids)

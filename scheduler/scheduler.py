@@ -804,10 +804,12 @@ class Scheduler:
 
     def _drop_row(self, flight: Flight, index: int) -> None:
         """The row doesn't count: nothing of it is published."""
-        live = flight.requests[index]
+        live, step = flight.requests[index], flight.batch.step
         live.num_in_flight -= 1
         live.num_pending -= flight.batch.rows[index].samples
-        for kept in flight.exports[index]:
+        written = [kept for kept in live.kept if kept.step == step]
+        live.kept = [kept for kept in live.kept if kept.step != step]
+        for kept in (*flight.exports[index], *written):
             self.cache.state_pool.release(kept.slot)
         if not live.num_in_flight and live.request.status is not RequestStatus.RUNNING:
             self._settle(live)
@@ -837,9 +839,6 @@ class Scheduler:
             if live.request.status is not RequestStatus.FINISHED:
                 outputs.append(RequestOutput(live.request_id, (), "error", str(error)))
             live.is_dirty = True
-            for kept in live.kept:
-                self.cache.state_pool.release(kept.slot)
-            live.kept = []
             if live.request.status is RequestStatus.RUNNING:
                 _remove(self._running, live)
             live.request.status = RequestStatus.FINISHED

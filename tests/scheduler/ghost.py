@@ -239,12 +239,13 @@ class GhostWorker:
         lookahead = self.cache.lookahead
         if not lookahead:
             return
-        # a draft layer fills in the places whose next tokens are known now
+        # a draft layer fills in the places whose next tokens are known now, also where it had
+        # looked ahead to drafts that were not accepted
         chain = states + self._states_along(states[-1], list(row.next_token_ids))[1:]
         for position in range(max(row.start - lookahead, 0), row.end):
             end = position + 1 + lookahead - row.start
             place = self._place(row, position)
-            if self.draft_kv[place] == -1 and end < len(chain):
+            if end < len(chain):
                 self.draft_kv[place] = chain[end][1]
 
     def _place(self, row: ScheduledRow, position: int) -> int:
@@ -328,6 +329,7 @@ class Bench:
     requests: dict[str, Request] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    doomed: set[int] = field(default_factory=set)  # steps in flight after one that failed
 
     def submit(self, request: Request) -> Request:
         self.ghost.learn(request)
@@ -347,6 +349,9 @@ class Bench:
 
     def commit(self) -> list[RequestOutput]:
         batch = self.in_flight.pop(0)
+        if batch.step in self.doomed:
+            self.ghost.fail(batch)
+            return self._take(self.scheduler.commit(batch, []))
         tokens = self.ghost.run(batch)
         drafts = ()
         if self.propose is not None:
@@ -359,6 +364,7 @@ class Bench:
     def fail(self, error: str = "boom") -> list[RequestOutput]:
         batch = self.in_flight.pop(0)
         self.ghost.fail(batch)
+        self.doomed.update(later.step for later in self.in_flight)
         return self._take(self.scheduler.fail(batch, error))
 
     def _take(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
