@@ -46,6 +46,9 @@ def demo(
         from .demo import NUM_STAGES, repository_text, run_demo
 
         text = _read(file) if file else repository_text()
+        available = len(text.encode())  # a byte is a token
+        if available < tokens:
+            _say(f"the text has only {available:,} tokens")
         with _progress(NUM_STAGES) as say:
             result = run_demo(text, tokens, device=_one_thread(device), seed=seed, say=say)
     if as_json:
@@ -103,11 +106,15 @@ def _clear_errors() -> Iterator[None]:
 
 @contextmanager
 def _progress(num_stages: int) -> Iterator:
-    """A function that names the next stage; the bar is on stderr."""
+    """A function that names the next stage on stderr: with a bar on a terminal, else by lines."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True)) as bar:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _say
+        return
+    with Progress(console=console) as bar:
         task = bar.add_task("starting", total=num_stages + 1)
 
         def say(stage: str) -> None:

@@ -1,0 +1,132 @@
+"""The command line, as its users run it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch_kda.kda.timeline
+from torch_kda.kda.__main__ import app
+from typer.testing import CliRunner, Result
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_help():
+    found = invoke("--help")
+    assert found.exit_code == 0
+    assert "demo" in found.stdout and "generate" in found.stdout
+    assert invoke("demo", "--help").exit_code == 0
+
+
+def test_help_is_light():
+    """Help comes without torch: seconds matter at a prompt."""
+    code = "import sys, torch_kda.kda.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_demo_json(tmp_path: Path):
+    """In a process of its own: one object on stdout, all else on stderr, a picture drawn."""
+    picture = tmp_path / "timeline.png"
+    command = [sys.executable, "-m", "torch_kda.kda", "demo", "--json", "--tokens", "600"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--picture", str(picture)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == {"single_pass", "two_pass", "tokens_equal", "max_logit_diff"}
+    keys = {"forwards", "exports", "tokens_computed", "tokens_cached", "ttft_s"}
+    assert set(found["single_pass"]) == set(found["two_pass"]) == keys
+    assert found["single_pass"]["forwards"] == [1, 1] and found["tokens_equal"] is True
+    assert "follow-up" in done.stderr
+    if torch_kda.kda.timeline.can_draw():
+        assert str(picture) in done.stderr and picture.stat().st_size > 10_000
+
+
+def test_demo_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = tmp_path / "text.txt"
+    text.write_text("Wer reitet so spät durch Nacht und Wind? " * 30, encoding="utf-8")
+    monkeypatch.setattr(torch_kda.kda.timeline, "can_draw", lambda: False)
+    found = invoke("demo", "--device", "cpu", "--tokens", 300, "--file", text)
+    assert found.exit_code == 0, found.output
+    for word in ("forwards", "exports", "computed", "cached", "TTFT", "single pass", "two passes"):
+        assert word in found.stdout
+    assert "1 forward where two passes take 2" in found.stdout
+    assert "greedy tokens with and without cache: equal" in found.stdout
+    assert "no picture: matplotlib is not installed; pip install 'torch-kda[plots]'" in found.stderr
+
+
+def test_demo_short_text(tmp_path: Path):
+    """Fewer tokens than asked for, and no place for the picture: it says so and goes on."""
+    text, picture = tmp_path / "text.txt", tmp_path / "missing" / "x.png"
+    text.write_text("short")
+    found = invoke("demo", "--device", "cpu", "--file", text, "--json", "--picture", picture)
+    assert found.exit_code == 0
+    assert json.loads(found.stdout)["single_pass"]["tokens_computed"][0] == 5
+    assert "the text has only 5 tokens" in found.stderr and "no picture: " in found.stderr
+
+
+def test_demo_fails_if_tokens_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from torch_kda.kda import demo
+
+    monkeypatch.setattr(demo, "MIN_DISTINCT", 1000)
+    picture = tmp_path / "x.png"
+    found = invoke("demo", "--device", "cpu", "--tokens", 20, "--json", "--picture", picture)
+    assert found.exit_code == 1
+    assert "FAILED: only" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "50000"], "the prompt has 50,000 tokens, but the model holds 32,768"),
+        (["--file", "nowhere.txt"], "nowhere.txt"),
+        (["--file", str(ROOT / "tests")], "tests"),
+        (["--device", "tpu"], "device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
+        (["--tokens", "0"], "tokens"),
+    ],
+    ids=["long", "file", "folder", "device", "none"],
+)
+def test_demo_bad_input(arguments: list[str], message: str):
+    found = invoke(
+        "demo", *(["--device", "cpu"] if "--device" not in arguments else []), *arguments
+    )
+    assert found.exit_code == 2 and found.stdout == ""
+    assert message in found.stderr and "Traceback" not in found.stderr
+
+
+def test_demo_empty_and_binary_files(tmp_path: Path):
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name, message in (("empty", "must not be empty"), ("binary", "is not UTF-8 text")):
+        found = invoke("demo", "--device", "cpu", "--file", tmp_path / name)
+        assert found.exit_code == 2 and message in found.stderr
+
+
+def test_generate():
+    found = invoke("generate", "Hello", "--device", "cpu", "--max-tokens", 5)
+    assert found.exit_code == 0
+    assert "5 prompt tokens, " in found.stderr
+    assert invoke("generate", "Hello", "--device", "cpu", "--max-tokens", 5).stdout == found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["", "--device", "cpu"], "must not be empty"),
+        (["x", "--device", "cpu", "--model", "none"], "unknown preset 'none'"),
+        (["x", "--device", "cpu", "--max-tokens", "0"], "max_tokens must be >= 1, got 0"),
+        (["x", "--device", "cpu", "--temperature", "-1"], "temperature must be >= 0, got -1.0"),
+    ],
+    ids=["empty", "preset", "tokens", "temperature"],
+)
+def test_generate_bad_input(arguments: list[str], message: str):
+    found = invoke("generate", *arguments)
+    assert found.exit_code == 2 and found.stdout == "" and message in found.stderr
