@@ -1,6 +1,7 @@
 """The command line: `torch-kda`, or `python -m torch_kda.kda`."""
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,10 +74,13 @@ def generate(
 ) -> None:
     """Go on from a prompt. Presets have random weights, so they say nothing of sense."""
     with _clear_errors():
+        from .build import describe
         from .llm import LLM, SamplingParams
 
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         llm = LLM(model, device=_device(device), seed=seed)
+        for line in describe(llm.engine):
+            _say(line)
         output = llm.generate(prompt, sampling)[0]
     typer.echo(output.text)
     usage = output.usage
@@ -96,12 +100,17 @@ def main() -> None:
 
 @contextmanager
 def _clear_errors() -> Iterator[None]:
-    """What the caller or the machine got wrong ends in one line and code 2, not in a trace."""
+    """An error ends in one line: code 2 if the caller is at fault, code 1 if the machine is.
+
+    The trace is logged at level DEBUG.
+    """
     try:
         yield
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
+        logging.getLogger("torch_kda").debug("trace", exc_info=True)
         _say(f"torch-kda: {error}")
-        raise typer.Exit(2) from None
+        is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+        raise typer.Exit(1 if is_machine else 2) from None
 
 
 @contextmanager

@@ -1,24 +1,15 @@
 """The main job: a prompt and a follow-up in one pass and in two, checked against no cache."""
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..scheduler.batch import ScheduledBatch
-from ..scheduler.request import SamplingParams
-from .build import build_engine, load_model
+from .build import load_model
 from .config import EngineConfig, ModelConfig
-from .engine import Engine
-from .model import KDAForCausalLM
 from .presets import model_preset
-from .runner import ModelRunner, StepResult
-from .step import StepInputs
-from .timeline import Forward, Lane
+from .recording import RequestRun, Session
+from .timeline import Lane
 from .tokenizer import Tokenizer
 
 NEW_TOKENS = 24
@@ -32,6 +23,8 @@ the three places in which a newcomer would most likely go wrong, and for each of
 test could have found the mistake before anybody else did.
 """
 GPU_PRESET, GPU_LAYERS = "kimi-linear-48b-a3b", 4  # 12 GB of bf16 weights
+GPU_POOL_BYTES = 4 << 30
+MAX_LEN = 32768  # of both models: a million tokens would only reserve memory
 NEAR_TIE = 4.0  # times the largest logit difference seen: tokens so close may change places
 
 # what differs from the demo's EngineConfig; the reference comes first
@@ -43,98 +36,6 @@ MODES: dict[str, dict[str, Any]] = {
 NUM_STAGES = 1 + 2 * len(MODES)
 
 Report = Callable[[str], None]  # takes a line about what comes next
-
-
-@dataclass(slots=True)
-class RequestRun:
-    """What one request did in one session."""
-
-    prompt: list[int]
-    forwards: list[Forward] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)  # [vocab] fp32 of each generated token
-    token_ids: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    ttft_s: float = 0.0
-
-    @property
-    def prefills(self) -> list[Forward]:
-        return [forward for forward in self.forwards if not forward.is_decode]
-
-    @property
-    def num_exports(self) -> int:
-        """States that forwards wrote for the cache beside their final one."""
-        return sum(len(forward.exports) for forward in self.prefills)
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens of the prompt that went through the model."""
-        return sum(forward.num_tokens for forward in self.prefills)
-
-    def lane(self, name: str) -> Lane:
-        return Lane(
-            name=name,
-            forwards=self.forwards,
-            num_cached_tokens=self.num_cached_tokens,
-            ttft_s=self.ttft_s,
-        )
-
-
-class RecordingRunner(ModelRunner):
-    """A runner that remembers when each step ran and what logits it gave."""
-
-    def __init__(self, model: KDAForCausalLM, config: EngineConfig) -> None:
-        super().__init__(model, config)
-        self.steps: list[tuple[float, float, ScheduledBatch, Tensor]] = []
-        self._logits = torch.empty(0)
-
-    def run(self, batch: ScheduledBatch) -> StepResult:
-        start = time.perf_counter()
-        result = super().run(batch)  # returns when the device is done
-        self.steps.append((start, time.perf_counter(), batch, self._logits))
-        return result
-
-    def forward(self, inputs: StepInputs) -> Tensor:
-        self._logits = super().forward(inputs)
-        return self._logits
-
-
-class Session:
-    """One engine, cold at first; requests run one after the other."""
-
-    def __init__(self, model: KDAForCausalLM, config: EngineConfig) -> None:
-        self.runner = RecordingRunner(model, config)
-        self.engine: Engine = build_engine(self.runner, config, Tokenizer.byte_level())
-
-    def run(self, prompt: list[int]) -> RequestRun:
-        """Answer a prompt greedily, for NEW_TOKENS tokens."""
-        run = RequestRun(prompt)
-        self.runner.steps.clear()
-        submitted = time.perf_counter()
-        sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-        self.engine.submit(prompt, sampling)
-        while self.engine.has_work:
-            for update in self.engine.step():
-                if update.error:
-                    raise RuntimeError(f"the forward failed: {update.error}")
-                if not run.token_ids:
-                    run.ttft_s = time.perf_counter() - submitted
-                run.token_ids += update.token_ids
-                run.num_cached_tokens = update.num_cached_tokens
-        for start, end, batch, logits in self.runner.steps:
-            for i, row in enumerate(batch.rows):
-                run.forwards.append(
-                    Forward(
-                        start_s=start - submitted,
-                        end_s=end - submitted,
-                        first_token=row.start,
-                        num_tokens=row.end - row.start,
-                        is_decode=row.is_decode,
-                        exports=tuple(position for position, _ in row.exports),
-                    )
-                )
-                if row.samples:
-                    run.logits.append(logits[i].cpu())
-        return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,12 +171,12 @@ def run_demo(text: str, num_tokens: int, *, device: str, seed: int, say: Report)
     for name, changes in MODES.items():
         session = Session(model, replace(config, **changes))
         say(f"{name}: first request, {len(prompt):,} tokens")
-        first = session.run(prompt)
+        first = session.run(prompt, NEW_TOKENS)
         # all modes get one follow-up, also if their tokens should differ
         answer = runs["no cache"][0].token_ids if runs else first.token_ids
         follow_up = [*prompt, *answer, *tokenizer.encode(FOLLOW_UP)]
         say(f"{name}: follow-up, {len(follow_up):,} tokens")
-        runs[name] = (first, session.run(follow_up))
+        runs[name] = (first, session.run(follow_up, NEW_TOKENS))
     reference = runs.pop("no cache")
     comparisons = {
         f"{name}, {request}": compare(reference[i], pair[i])
@@ -299,7 +200,8 @@ def demo_config(num_tokens: int, device: str, seed: int) -> EngineConfig:
         seed=seed,
         max_num_seqs=1,
         max_num_batched_tokens=max(256, -(-longest // 16) * 16),
-        memory_bytes=None if device == "cpu" else 4 << 30,
+        max_model_len=MAX_LEN,
+        memory_bytes=None if device == "cpu" else GPU_POOL_BYTES,
         expected_context=longest + NEW_TOKENS,
     )
 

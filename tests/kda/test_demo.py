@@ -12,12 +12,12 @@ from torch_kda.kda.demo import (
     NEW_TOKENS,
     NUM_STAGES,
     DemoResult,
-    RequestRun,
     compare,
     describe_result,
     repository_text,
     run_demo,
 )
+from torch_kda.kda.recording import RequestRun
 from torch_kda.kda.timeline import draw_timeline
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch_kda.kda.timeline
 from torch_kda.kda.__main__ import app
 from typer.testing import CliRunner, Result
@@ -110,10 +111,18 @@ def test_demo_empty_and_binary_files(tmp_path: Path):
         assert found.exit_code == 2 and message in found.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_demo_no_device():
+    found = invoke("demo", "--device", "cuda")
+    assert found.exit_code == 1 and found.stdout == ""
+    assert "torch finds no CUDA device; use 'cpu'" in found.stderr
+
+
 def test_generate():
     found = invoke("generate", "Hello", "--device", "cpu", "--max-tokens", 5)
     assert found.exit_code == 0
     assert "5 prompt tokens, " in found.stderr
+    assert "prefill: single pass, up to 16 states exported a forward" in found.stderr
     assert invoke("generate", "Hello", "--device", "cpu", "--max-tokens", 5).stdout == found.stdout
 
 
