@@ -1,7 +1,9 @@
-"""An order in which nodes of the prefix cache may go."""
+"""In what order the prefix cache gives up states and KV."""
 
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
+
+from .node import Node
 
 
 class Serial(Protocol):
@@ -54,3 +56,58 @@ class EvictionQueue(Generic[Item]):
     def _is_current(self, entry: tuple[int, int]) -> bool:
         member = self._members.get(entry[1])
         return member is not None and member[0] == entry[0]
+
+
+class EvictionOrder:
+    """What may go now, states and KV apart. A node is queued wherever its present condition says.
+
+    States: spent ones first, then all by their last hit. KV: leaves without a state first, by their
+    last use, then leaves with one, by its last hit.
+    """
+
+    __slots__ = ("_bare_leaves", "_spent_states", "_state_leaves", "_states")
+
+    def __init__(self) -> None:
+        self._bare_leaves: EvictionQueue[Node] = EvictionQueue()
+        self._state_leaves: EvictionQueue[Node] = EvictionQueue()
+        self._spent_states: EvictionQueue[Node] = EvictionQueue()
+        self._states: EvictionQueue[Node] = EvictionQueue()
+
+    def next_state(self, *, spent_only: bool = False) -> Node | None:
+        node = self._spent_states.first()
+        return node if node is not None or spent_only else self._states.first()
+
+    def next_kv(self) -> Node | None:
+        return self._bare_leaves.first() or self._state_leaves.first()
+
+    def update(self, node: Node, *, is_read: bool) -> None:
+        """Looks at the node again; `is_read`: a step in flight reads its state."""
+        has_state = node.slot >= 0
+        is_leaf = node.depth > 0 and not node.references and not node.children
+        _put(self._bare_leaves, node, node.last_used, is_leaf and not has_state)
+        _put(self._state_leaves, node, node.last_hit, is_leaf and has_state)
+        is_free = has_state and not is_read
+        _put(self._states, node, node.last_hit, is_free)
+        _put(self._spent_states, node, node.last_hit, is_free and node.is_spent)
+
+    def discard(self, node: Node) -> None:
+        for queue in self._queues():
+            queue.discard(node)
+
+    def members(self) -> dict[str, set[int]]:
+        """Serial numbers by queue."""
+        names = ("bare_leaves", "state_leaves", "spent_states", "states")
+        return {
+            name: {node.serial for node in queue.ordered()}
+            for name, queue in zip(names, self._queues(), strict=True)
+        }
+
+    def _queues(self) -> tuple[EvictionQueue[Node], ...]:
+        return (self._bare_leaves, self._state_leaves, self._spent_states, self._states)
+
+
+def _put(queue: EvictionQueue[Node], node: Node, rank: int, belongs: bool) -> None:
+    if belongs:
+        queue.put(node, rank)
+    else:
+        queue.discard(node)

@@ -6,54 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .block_pool import BlockPool
-from .eviction import EvictionQueue
+from .eviction import EvictionOrder
+from .integrity import check_prefix_cache
+from .node import NO_SLOT, Node, leads_to_state, max_states_below, worthlessness
 from .policy import Kind
 from .state_pool import SlotStatus, StatePool
-
-NO_SLOT = -1
-
-
-class Node:
-    """One cached unit of KV: tokens [(depth - 1) * unit, depth * unit) after the tokens of its
-    ancestors.
-    """
-
-    __slots__ = (
-        "blocks",
-        "children",
-        "depth",
-        "is_spent",
-        "key",
-        "kind",
-        "last_hit",
-        "last_used",
-        "parent",
-        "references",
-        "serial",
-        "slot",
-        "was_hit",
-    )
-
-    def __init__(
-        self, key: bytes, parent: "Node | None", blocks: tuple[int, ...], serial: int
-    ) -> None:
-        self.key = key
-        self.parent = parent
-        self.depth: int = parent.depth + 1 if parent else 0  # units
-        self.blocks = blocks
-        self.children: dict[bytes, Node] = {}
-        self.references = 0  # requests whose KV includes this unit
-        self.last_used = 0  # tick of the cache; also of descendants that are gone
-        self.serial = serial
-        self.slot = NO_SLOT  # READY state after depth * unit tokens
-        self.kind = Kind.REPLAY
-        self.last_hit = 0  # tick at which the state was published or last hit
-        self.was_hit = False
-        self.is_spent = False  # transient, never hit, and on a forkless path to a deeper state
-
-    def __repr__(self) -> str:
-        state = f" {self.kind.name}@slot{self.slot}" if self.slot >= 0 else ""
-        return f"<Node depth={self.depth} references={self.references}{state}>"
 
 
 @dataclass(slots=True)
@@ -99,14 +56,11 @@ class PrefixCache:
     """
 
     __slots__ = (
-        "_bare_leaves",
         "_node_of_slot",
         "_nodes",
         "_num_referenced",
+        "_order",
         "_serial",
-        "_spent_states",
-        "_state_leaves",
-        "_states",
         "_tick",
         "block_pool",
         "block_size",
@@ -156,12 +110,7 @@ class PrefixCache:
         self._num_referenced = 0  # nodes with references
         self._serial = 0
         self._tick = 0
-        # KV that may go: leaves without a state, then leaves with one
-        self._bare_leaves: EvictionQueue[Node] = EvictionQueue()
-        self._state_leaves: EvictionQueue[Node] = EvictionQueue()
-        # states that may go: spent ones, then all
-        self._spent_states: EvictionQueue[Node] = EvictionQueue()
-        self._states: EvictionQueue[Node] = EvictionQueue()
+        self._order = EvictionOrder()
 
     @property
     def num_available_blocks(self) -> int:
@@ -332,9 +281,7 @@ class PrefixCache:
         """Frees one slot: a spent state, else the least recently hit one. Returns whether it
         could.
         """
-        node = self._spent_states.first()
-        if node is None and not spent_only:
-            node = self._states.first()
+        node = self._order.next_state(spent_only=spent_only)
         if node is None:
             return False
         self.counters.evictions_for_states += 1
@@ -345,7 +292,7 @@ class PrefixCache:
         """Frees the blocks of one unit: KV below all states first, then the least recently hit leaf
         with its state.
         """
-        node = self._bare_leaves.first() or self._state_leaves.first()
+        node = self._order.next_kv()
         if node is None:
             return False
         self.counters.evictions_for_kv += 1
@@ -361,9 +308,9 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drops everything that no request uses."""
-        while (node := self._bare_leaves.first() or self._state_leaves.first()) is not None:
+        while (node := self._order.next_kv()) is not None:
             self._remove(node)
-        while (node := self._states.first()) is not None:
+        while (node := self._order.next_state()) is not None:
             self._drop_state(node)
 
     # tree
@@ -403,8 +350,7 @@ class PrefixCache:
         if had_state:
             self.counters.states_lost_with_kv += 1
             self._free_state(node)
-        self._bare_leaves.discard(node)
-        self._state_leaves.discard(node)
+        self._order.discard(node)
         del self._nodes[node.key]
         del parent.children[node.key]
         parent.last_used = max(parent.last_used, node.last_used)
@@ -426,8 +372,6 @@ class PrefixCache:
         self._node_of_slot[slot] = None
         node.slot = NO_SLOT
         node.is_spent = False
-        self._states.discard(node)
-        self._spent_states.discard(node)
 
     def _refresh_from(self, node: Node) -> None:
         """Something below changed: looks again at the nearest state at or above `node`."""
@@ -438,7 +382,7 @@ class PrefixCache:
             self._refresh(step)
 
     def _refresh(self, node: Node) -> None:
-        node.is_spent = node.kind.is_transient and not node.was_hit and _leads_to_state(node)
+        node.is_spent = node.kind.is_transient and not node.was_hit and leads_to_state(node)
         self._requeue(node)
 
     def _requeue_slot(self, slot: int) -> None:
@@ -447,26 +391,8 @@ class PrefixCache:
             self._requeue(node)
 
     def _requeue(self, node: Node) -> None:
-        """Puts the node into the queues that its present condition asks for."""
-        has_state = node.slot >= 0
-        is_leaf = node.depth > 0 and not node.references and not node.children
-        if is_leaf and has_state:
-            self._state_leaves.put(node, node.last_hit)
-        else:
-            self._state_leaves.discard(node)
-        if is_leaf and not has_state:
-            self._bare_leaves.put(node, node.last_used)
-        else:
-            self._bare_leaves.discard(node)
-        if has_state and not self.state_pool.pins[node.slot]:
-            self._states.put(node, node.last_hit)
-            if node.is_spent:
-                self._spent_states.put(node, node.last_hit)
-            else:
-                self._spent_states.discard(node)
-        else:
-            self._states.discard(node)
-            self._spent_states.discard(node)
+        is_read = node.slot >= 0 and self.state_pool.pins[node.slot] > 0
+        self._order.update(node, is_read=is_read)
 
     def _make_path_room(self, node: Node, kind: Kind) -> bool:
         """Drops the least valuable states of the path until one more fits; False if that is the new
@@ -478,10 +404,10 @@ class PrefixCache:
             if step.slot >= 0:
                 above.append(step)
             step = step.parent
-        below = _max_states_below(node)
+        below = max_states_below(node)
         while len(above) + 1 + below > self.max_states_per_path:
             victims = [n for n in above if not self.state_pool.pins[n.slot]]
-            victim = max(victims, key=_worthlessness, default=None)
+            victim = max(victims, key=worthlessness, default=None)
             # the deepest state of a path always stays, so the new one only gives way if there is a
             # deeper one
             if victim is None or (below and kind > victim.kind):
@@ -491,83 +417,10 @@ class PrefixCache:
             self._drop_state(victim)
         return True
 
+    def eviction_members(self) -> dict[str, set[int]]:
+        """Serial numbers of the nodes that may go, by the queue they stand in."""
+        return self._order.members()
+
     def check_integrity(self) -> None:
-        """Compares every derived fact with the tree itself. Slow; for tests."""
-        self.block_pool.check_integrity()
-        self.state_pool.check_integrity()
-        reachable = list(_descendants(self.root))
-        assert {n.key for n in reachable} == set(self._nodes), "tree and index differ"
-        assert len(reachable) == len(self._nodes), "a key is in the tree twice"
-        assert sum(n.references > 0 for n in reachable) == self._num_referenced
-        owned: set[int] = set()
-        for node in reachable:
-            assert node.parent is not None and node.parent.children[node.key] is node
-            assert node.depth == node.parent.depth + 1
-            assert node.references >= max((c.references for c in node.children.values()), default=0)
-            assert len(node.blocks) == self.blocks_per_unit and owned.isdisjoint(node.blocks)
-            assert not any(map(self.block_pool.is_free, node.blocks)), f"{node!r} has a free block"
-            owned.update(node.blocks)
-            self._check_node(node)
-        keyed = {slot for slot, node in enumerate(self._node_of_slot) if node is not None}
-        ready = {
-            slot for slot, status in enumerate(self.state_pool.status) if status is SlotStatus.READY
-        }
-        assert keyed == ready == {n.slot for n in reachable if n.slot >= 0}, f"{keyed=} {ready=}"
-        for queue in (self._bare_leaves, self._state_leaves, self._states, self._spent_states):
-            assert all(self._nodes.get(n.key) is n for n in queue.ordered()), (
-                "a dead node is queued"
-            )
-        assert _max_states_below(self.root) <= self.max_states_per_path
-        c = self.counters
-        assert c.queried_tokens == c.hit_tokens + c.lost_tokens + c.missed_tokens, f"{c}"
-
-    def _check_node(self, node: Node) -> None:
-        is_leaf = not node.references and not node.children
-        free_state = node.slot >= 0 and not self.state_pool.pins[node.slot]
-        assert (node in self._bare_leaves) == (is_leaf and node.slot < 0), f"{node!r}"
-        assert (node in self._state_leaves) == (is_leaf and node.slot >= 0), f"{node!r}"
-        assert (node in self._states) == free_state, f"{node!r}"
-        assert (node in self._spent_states) == (free_state and node.is_spent), f"{node!r}"
-        if node.slot >= 0:
-            assert self._node_of_slot[node.slot] is node
-            assert self.state_pool.position[node.slot] == node.depth * self.unit
-            spent = node.kind.is_transient and not node.was_hit and _leads_to_state(node)
-            assert node.is_spent == spent, f"{node!r} {spent=}"
-            assert node.references or not self.state_pool.pins[node.slot], f"{node!r} is read"
-        else:
-            assert not node.is_spent
-
-
-def _worthlessness(node: Node) -> tuple[int, bool, int, int]:
-    """Order in which states leave a path that has too many: the largest first."""
-    return (node.kind, len(node.children) < 2, -node.last_hit, -node.depth)
-
-
-def _leads_to_state(node: Node) -> bool:
-    """Whether the path down from the node reaches a state before it forks or ends."""
-    while len(node.children) == 1:
-        (node,) = node.children.values()
-        if node.slot >= 0:
-            return True
-    return False
-
-
-def _max_states_below(node: Node) -> int:
-    most = 0
-    stack = [(child, 0) for child in node.children.values()]
-    while stack:
-        child, count = stack.pop()
-        count += child.slot >= 0
-        most = max(most, count)
-        stack.extend((grandchild, count) for grandchild in child.children.values())
-    return most
-
-
-def _descendants(node: Node) -> list[Node]:
-    found: list[Node] = []
-    stack = list(node.children.values())
-    while stack:
-        child = stack.pop()
-        found.append(child)
-        stack.extend(child.children.values())
-    return found
+        """Compares what is kept at hand with the tree. For tests; raises AssertionError."""
+        check_prefix_cache(self)

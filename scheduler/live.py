@@ -85,8 +85,7 @@ class LiveRequest:
     num_pending: int = 0  # tokens that steps in flight sample
     last_step: int = -1  # newest step with a row of it
     last_row: int = -1  # that row
-    is_dirty: bool = False  # the running slot doesn't hold the state at num_computed_tokens
-    is_discarded: bool = False  # steps in flight don't count
+    is_discarded: bool = False  # steps in flight don't count, nor what the running slot holds
 
     @property
     def request_id(self) -> str:
@@ -104,6 +103,21 @@ class Flight:
     batch: ScheduledBatch
     requests: list[LiveRequest]  # of the rows
     exports: list[list[KeptState]]  # of the rows
-    pinned_slots: list[int]  # READY or WRITTEN slots that it reads
+    pinned_slots: list[int]  # kept states that it reads
     freed_blocks: list[int] = field(default_factory=list)  # that it may still read
     has_failed: bool = False
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Since start."""
+
+    steps: int = 0
+    prefill_tokens: int = 0  # computed in prefill rows
+    decode_tokens: int = 0  # generated in decode rows
+    exports: int = 0  # states that prefill rows wrote for the cache
+    exports_dropped: int = 0  # wanted, but over a cap or without a slot
+    preemptions: int = 0
+    deferrals: int = 0  # times that a request began to wait for a writer
+    failed_steps: int = 0
+    slots_peak: int = 0  # slots in use, cached ones included

@@ -405,17 +405,17 @@ class Bench:
     def _check_batch(self, batch: ScheduledBatch) -> None:
         scheduler = self.scheduler
         tokens = sum(row.end - row.start for row in batch.rows)
-        assert tokens <= scheduler.max_num_batched_tokens, f"{tokens} tokens in {batch}"
-        assert len(batch.rows) <= scheduler.max_num_seqs
+        assert tokens <= scheduler.limits.max_num_batched_tokens, f"{tokens} tokens in {batch}"
+        assert len(batch.rows) <= scheduler.limits.max_num_seqs
         assert len({row.request_id for row in batch.rows}) == len(batch.rows)
         exports = sum(len(row.exports) for row in batch.rows)
-        assert exports <= scheduler.max_exports_per_step
+        assert exports <= scheduler.limits.max_exports_per_step
         for row in batch.rows:
-            assert len(row.exports) <= scheduler.num_prefill_checkpoint_blocks
+            assert len(row.exports) <= scheduler.limits.num_prefill_checkpoint_blocks
             assert len(row.block_table) * scheduler.cache.block_size >= row.end
             assert all(p % scheduler.cache.unit == 0 for p, _ in row.exports)
             if not row.is_decode:
-                assert row.start % scheduler.alignment == 0
+                assert row.start % scheduler.limits.alignment == 0
 
 
 def make_bench(

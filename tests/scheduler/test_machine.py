@@ -1,4 +1,4 @@
-"""Random walks over everything that can happen, steered by hypothesis, which also shortens a failing one."""
+"""Random walks over everything that can happen, some of them steered by hypothesis."""
 
 from random import Random
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-
 from torch_kda.tests.scheduler.walk import ACTIONS, Walk, make_world, random_walk
 
 randoms = st.randoms(use_true_random=False)

@@ -1,0 +1,385 @@
+"""One pass over the requests: who gets tokens, blocks and slots in the next step."""
+
+from dataclasses import dataclass, field
+
+from ..cache.policy import Kind, checkpoint_positions, replay_boundary
+from ..cache.prefix_cache import Match
+from .batch import ScheduledBatch, ScheduledRow
+from .chunking import plan_chunk
+from .holdings import Holdings
+from .limits import Limits
+from .live import BlockTable, Flight, KeptState, LiveRequest, SchedulerCounters
+from .queues import Queues
+from .request import RequestStatus
+
+
+@dataclass(slots=True)
+class _PrefillRow:
+    live: LiveRequest
+    start: int
+    end: int
+    src_slot: int
+    wanted: list[tuple[int, Kind]]  # states to export
+    exports: list[KeptState] = field(default_factory=list)
+
+
+class Pass:
+    """Plans one step. Requests are looked at in order, so none that has a row is preempted.
+
+    Only a request that is later in the order is ever preempted. One that lacks room waits, and
+    those after it take no room before it has it.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        queues: Queues,
+        holdings: Holdings,
+        counters: SchedulerCounters,
+        step: int,
+    ) -> None:
+        self.limits = limits
+        self.queues = queues
+        self.holdings = holdings
+        self.cache = holdings.cache
+        self.counters = counters
+        self.step = step
+        self.drop = self.cache.unit if self.cache.lookahead else 0
+        # tokens left for prefill; those of decode rows are set aside
+        self.budget = limits.max_num_batched_tokens
+        self.next_waiting = 0  # index of the waiting request to look at
+        self.admits = True  # whether a waiting request may still come in
+        self.is_starved = False  # an earlier request lacks room
+        self.barrier: tuple[int, int] | None = None  # order of the first one preempted here
+        self.decode_rows: list[ScheduledRow] = []
+        self.decode_lives: list[LiveRequest] = []
+        self.prefills: list[_PrefillRow] = []
+        self.pinned_slots: list[int] = []
+
+    def plan(self) -> Flight:
+        """The step, not yet in flight; it may have no rows."""
+        running, waiting = self.queues.running, self.queues.waiting
+        num_decoding = sum(live.scheduled_end >= live.prefill_end for live in running)
+        self.budget -= num_decoding * self.limits.row_tokens
+        for live in list(running):
+            while (
+                self.admits
+                and self.next_waiting < len(waiting)
+                and waiting[self.next_waiting].order < live.order
+            ):
+                self._try_admit(waiting[self.next_waiting])
+            if live.request.status is not RequestStatus.RUNNING:
+                continue  # preempted by a request before it
+            if live.scheduled_end >= live.prefill_end:
+                self._plan_decode(live)
+            else:
+                self._plan_prefill(live)
+        while self.admits and self.next_waiting < len(waiting):
+            self._try_admit(waiting[self.next_waiting])
+        self._assign_exports()
+        return self._make_flight()
+
+    # rows of running requests
+
+    def _plan_decode(self, live: LiveRequest) -> None:
+        known = len(live.token_ids)
+        start = live.scheduled_end
+        if known + live.num_pending >= live.limit:
+            return  # its last token is on its way
+        if start < known:
+            token_ids, prev_row = (live.token_ids[start],), -1
+            if live.drafts:
+                # as many as could still be accepted, beside the token that is sampled
+                token_ids += tuple(live.drafts[: live.limit - known - 1])
+        elif self.limits.num_speculative_tokens:
+            return  # how many drafts are accepted is not known yet
+        else:
+            token_ids, prev_row = (0,), live.last_row
+        end = start + len(token_ids)
+        missing = -(-end // self.cache.block_size) - len(live.table.ids)
+        if missing > 0 and not self._take_blocks(live, missing):
+            return
+        src = live.slots[0]
+        if start % self.cache.unit == 0:
+            self._keep_running(live, start)
+        if live.grid_state is not None:
+            position, slot = live.grid_state
+            live.grid_state = None
+            if self.holdings.is_wanted(live, position):
+                self.holdings.keep_scratch(live, position, slot)
+        live.last_row = len(self.decode_rows)
+        self.decode_lives.append(live)
+        slots = live.slots
+        self.decode_rows.append(
+            ScheduledRow(
+                live.request.request_id,
+                True,
+                start,
+                end,
+                token_ids,
+                prev_row,
+                src,
+                (slots[0],) if len(slots) == 1 else tuple(slots[: len(token_ids)]),
+                (),
+                live.table.ids,
+                start,
+                True,
+                live.request.sampling,
+                known - live.request.num_prompt_tokens + live.num_pending,
+            )
+        )
+        live.scheduled_end = end
+        live.last_step = self.step
+        live.num_in_flight += 1
+        live.num_pending += 1
+
+    def _plan_prefill(self, live: LiveRequest) -> None:
+        start = live.scheduled_end
+        end = self._chunk_end(live.prefill_end, start, live.plan)
+        if end == start:
+            return
+        missing = -(-end // self.cache.block_size) - len(live.table.ids)
+        if missing > 0 and not self._take_blocks(live, missing):
+            return
+        src = live.slots[0]
+        if not self.limits.has_exports and start in live.plan:
+            self._keep_running(live, start)
+        self._add_prefill(live, start, end, src)
+
+    def _chunk_end(self, num_tokens: int, start: int, plan: dict[int, Kind]) -> int:
+        return plan_chunk(
+            start,
+            num_tokens,
+            self.budget,
+            budget=self.limits.max_num_batched_tokens,
+            unit=self.cache.unit,
+            alignment=self.limits.alignment,
+            stops=() if self.limits.has_exports else plan,
+        )
+
+    def _add_prefill(self, live: LiveRequest, start: int, end: int, src: int) -> None:
+        most = self.limits.num_prefill_checkpoint_blocks
+        wanted: list[tuple[int, Kind]] = []
+        for position, kind in live.plan.items():
+            if not start < position <= end or not self.holdings.is_wanted(live, position):
+                continue
+            if len(wanted) < most:
+                wanted.append((position, kind))
+            elif most:
+                self.counters.exports_dropped += 1
+                continue
+            # without exports the chunk ends here, and the next row keeps the state
+            self.holdings.announce(live, position, self.step)
+        self.prefills.append(_PrefillRow(live, start, end, src, wanted))
+        self.budget -= end - start
+        live.scheduled_end = end
+        live.last_step = self.step
+        live.num_in_flight += 1
+        live.num_pending += end == live.prefill_end
+
+    def _keep_running(self, live: LiveRequest, position: int) -> None:
+        """A wanted state is kept by slot choice: the row reads its slot and writes another."""
+        kind = None if self.limits.has_exports else live.plan.get(position)
+        if kind is None and live.is_decoding and self.limits.num_decode_states:
+            kind = Kind.DECODE
+        if kind is None:
+            return
+        key = self.holdings.key_at(live, position)
+        if key is not None:
+            announced = self.holdings.announced.get(key)
+            if announced is not None and announced.writer == live.request_id:
+                # without exports the row before has announced what is kept here
+                announced = announced if self.limits.has_exports else None
+            if announced is not None or self.cache.has_state(key):
+                return
+        slot = self.holdings.fork(live, position, kind)
+        if slot is None:
+            self.counters.exports_dropped += 1
+            return
+        self.pinned_slots.append(slot)
+        self.holdings.announce(live, position, self.step)
+
+    # room
+
+    def _take_blocks(self, live: LiveRequest, count: int) -> bool:
+        blocks = None
+        while not self.is_starved and (blocks := self.cache.allocate_blocks(count)) is None:
+            self.is_starved = not self._preempt_after(live)
+        if blocks is None:
+            return False
+        live.table.extend(blocks)
+        return True
+
+    def _preempt_after(self, live: LiveRequest) -> bool:
+        """Preempts the last running request if it is later than `live`; whether that made room."""
+        running = self.queues.running
+        if self.queues.draining or not running or running[-1].order <= live.order:
+            return False  # also: room comes back anyway when steps retire
+        victim = running[-1]
+        if victim.is_decoding:
+            self.budget += self.limits.row_tokens
+        self.barrier = victim.order
+        frees_now = victim.num_in_flight == 0
+        self.counters.preemptions += 1
+        self.queues.preempt(victim)
+        return frees_now
+
+    # admission
+
+    def _try_admit(self, live: LiveRequest) -> None:
+        """Admits the waiting request, passes it over while its writer runs, or ends admission."""
+        running = self.queues.running
+        if (
+            self.is_starved
+            or self.budget < self.limits.alignment
+            or (self.barrier is not None and live.order >= self.barrier)
+            or (self._is_full and running[-1].order < live.order)
+        ):
+            self.admits = False
+            return
+        self.holdings.extend_keys(live)
+        num_tokens, unit = len(live.token_ids), self.cache.unit
+        max_units = replay_boundary(num_tokens, unit, self.drop) // unit
+        match = self.cache.match(live.keys, max_units)
+        hit = match.source.depth if match.source else 0
+        if self._is_deferred(live, hit, max_units):
+            self.cache.cancel(match)
+            self.next_waiting += 1
+            return
+        start = hit * unit
+        plan = self._wanted_states(live, start, match.node.depth * unit)
+        end = self._chunk_end(num_tokens, start, plan)
+        if end == start or not self._make_room(live, match):
+            self.cache.cancel(match)
+            self.admits = False
+            return
+        self.cache.accept(match, num_tokens, max_units)
+        self._start(live, match, start, end)
+        live.plan = plan
+        self._add_prefill(live, start, end, match.source.slot if match.source else -1)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.queues.running) >= self.limits.max_num_seqs
+
+    def _is_deferred(self, live: LiveRequest, hit: int, max_units: int) -> bool:
+        """Whether a step in flight makes a deeper hit possible; each writer is waited for once."""
+        found = None
+        for key, by in self.holdings.announced.items():
+            if hit < by.depth <= max_units and live.keys[by.depth - 1] == key:
+                awaited = live.deferred_to.get(by.writer, key)
+                if awaited == key:
+                    hit, found = by.depth, (by.writer, key)
+        if found is None:
+            return False
+        writer, key = found
+        self.counters.deferrals += writer not in live.deferred_to
+        live.deferred_to[writer] = key
+        return True
+
+    def _wanted_states(self, live: LiveRequest, start: int, kv_cached: int) -> dict[int, Kind]:
+        positions = checkpoint_positions(
+            start,
+            len(live.token_ids),
+            self.cache.unit,
+            drop=self.drop,
+            junction=kv_cached if kv_cached > start else 0,
+            named=live.request.checkpoint_positions,
+            every=self.limits.export_every,
+        )
+        return dict(positions[: self.cache.max_states_per_path])
+
+    def _make_room(self, live: LiveRequest, match: Match) -> bool:
+        """Makes sure of a seat, slots and KV for the whole prompt; preempts later requests."""
+        size = self.cache.block_size
+        blocks = -(-len(live.token_ids) // size) - len(match.blocks)
+        for other in self.queues.running:
+            if other.order < live.order:
+                # what an earlier request was admitted for is not for others
+                blocks += max(-(-other.prefill_end // size) - len(other.table), 0)
+        while (
+            self._is_full
+            or self.cache.num_available_slots < self.limits.row_tokens
+            or self.cache.num_available_blocks < blocks
+        ):
+            was_full = self._is_full
+            if not self._preempt_after(live) and not (was_full and not self._is_full):
+                self.is_starved = True
+                return False
+        return True
+
+    def _start(self, live: LiveRequest, match: Match, start: int, end: int) -> None:
+        request = live.request
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = start
+        request.num_computed_tokens = start
+        live.node = match.node
+        live.kv_cached = match.node.depth * self.cache.unit
+        live.prefill_end = len(live.token_ids)
+        live.scheduled_end = live.num_proven = start
+        if match.source is not None:
+            self.pinned_slots.append(match.source.slot)
+        for _ in range(self.limits.row_tokens):
+            slot = self.cache.allocate_slot()
+            assert slot is not None, "there was room for it"
+            live.slots.append(slot)
+        missing = -(-end // self.cache.block_size) - len(match.blocks)
+        blocks = self.cache.allocate_blocks(max(missing, 0))
+        assert blocks is not None, "there was room for them"
+        live.table = BlockTable(match.blocks)
+        live.table.extend(blocks)
+        self.queues.start(live)
+
+    # the batch
+
+    def _assign_exports(self) -> None:
+        """Slots for the states that rows export: the most valuable first, while there are any."""
+        wanted = sorted(
+            (kind, index, -position)
+            for index, row in enumerate(self.prefills)
+            for position, kind in row.wanted
+        )
+        room = self.limits.max_exports_per_step
+        for kind, index, negative in wanted:
+            row, position = self.prefills[index], -negative
+            slot = self.cache.allocate_slot(kind) if room else None
+            if slot is None:
+                self.counters.exports_dropped += 1
+                self.holdings.withdraw(row.live, position)
+                continue
+            room -= 1
+            self.cache.state_pool.reserve(slot, position, self.step)
+            row.exports.append(KeptState(position, slot, kind, self.step))
+
+    def _make_flight(self) -> Flight:
+        rows, lives = self.decode_rows, self.decode_lives
+        exports: list[list[KeptState]] = [[] for _ in rows]
+        for draft in self.prefills:
+            draft.exports.sort(key=lambda kept: kept.position)
+            draft.live.last_row = len(rows)
+            rows.append(self._prefill_row(draft))
+            lives.append(draft.live)
+            exports.append(draft.exports)
+        batch = ScheduledBatch(self.step, tuple(rows))
+        return Flight(batch, lives, exports, self.pinned_slots)
+
+    def _prefill_row(self, draft: _PrefillRow) -> ScheduledRow:
+        live, start, end = draft.live, draft.start, draft.end
+        lookahead = self.cache.lookahead
+        return ScheduledRow(
+            request_id=live.request_id,
+            is_decode=False,
+            start=start,
+            end=end,
+            token_ids=live.token_ids[start:end],
+            prev_row=-1,
+            src_slot=draft.src_slot,
+            dst_slots=(live.slots[0],),
+            exports=tuple((kept.position, kept.slot) for kept in draft.exports),
+            block_table=live.table.ids,
+            kv_start=min(max(live.kv_cached, start), end),
+            samples=end == live.prefill_end,
+            sampling=live.request.sampling,
+            sample_index=live.prefill_end - live.request.num_prompt_tokens,
+            next_token_ids=live.token_ids[end : end + lookahead] if lookahead else (),
+        )

@@ -1,0 +1,73 @@
+"""Requests by what they are doing, each in the order of (priority, arrival)."""
+
+from bisect import bisect_left, insort
+
+from .holdings import Holdings
+from .live import LiveRequest
+from .request import RequestStatus
+
+
+class Queues:
+    """Every request that is not gone is in exactly one of waiting, running and draining."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self.lives: dict[str, LiveRequest] = {}  # all of them, by request_id
+        self.waiting: list[LiveRequest] = []
+        self.running: list[LiveRequest] = []
+        self.draining: dict[str, LiveRequest] = {}  # PREEMPTED or FINISHED, with steps in flight
+
+    def add(self, live: LiveRequest) -> None:
+        self.lives[live.request_id] = live
+        insort(self.waiting, live, key=order_of)
+
+    def start(self, live: LiveRequest) -> None:
+        """WAITING -> RUNNING."""
+        live.request.status = RequestStatus.RUNNING
+        _remove(self.waiting, live)
+        insort(self.running, live, key=order_of)
+
+    def preempt(self, live: LiveRequest, *, is_discarded: bool = False) -> None:
+        """RUNNING -> WAITING, by way of PREEMPTED while steps of it are in flight."""
+        live.request.num_preemptions += 1
+        self._stop(live, RequestStatus.PREEMPTED, is_discarded=is_discarded)
+
+    def finish(self, live: LiveRequest, *, is_discarded: bool) -> None:
+        """Any status -> FINISHED. Its rows in flight are discarded, or still published."""
+        if live.request.status is RequestStatus.WAITING:
+            _remove(self.waiting, live)
+            live.request.status = RequestStatus.FINISHED
+            del self.lives[live.request_id]
+        else:
+            self._stop(live, RequestStatus.FINISHED, is_discarded=is_discarded)
+
+    def _stop(self, live: LiveRequest, status: RequestStatus, *, is_discarded: bool) -> None:
+        if live.request.status is RequestStatus.RUNNING:
+            _remove(self.running, live)
+        live.request.status = status
+        if live.num_in_flight:
+            live.is_discarded |= is_discarded
+            self.draining[live.request_id] = live
+        else:
+            self.settle(live)
+
+    def settle(self, live: LiveRequest) -> None:
+        """The last step of a request that doesn't run any more has retired."""
+        self.draining.pop(live.request_id, None)
+        self._holdings.release(live)
+        if live.request.status is RequestStatus.PREEMPTED:
+            live.request.status = RequestStatus.WAITING
+            live.request.num_computed_tokens = 0
+            insort(self.waiting, live, key=order_of)
+        else:
+            del self.lives[live.request_id]
+
+
+def order_of(live: LiveRequest) -> tuple[int, int]:
+    return live.order
+
+
+def _remove(queue: list[LiveRequest], live: LiveRequest) -> None:
+    index = bisect_left(queue, live.order, key=order_of)
+    assert queue[index] is live
+    del queue[index]
