@@ -364,7 +364,8 @@ class Bench:
     def fail(self, error: str = "boom") -> list[RequestOutput]:
         batch = self.in_flight.pop(0)
         self.ghost.fail(batch)
-        self.doomed.update(later.step for later in self.in_flight)
+        if batch.step not in self.doomed:
+            self.doomed.update(later.step for later in self.in_flight)
         return self._take(self.scheduler.fail(batch, error))
 
     def _take(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
