@@ -50,25 +50,29 @@ class KdaPrefill:
         mO: cute.Tensor,
         lower_bound: Float32,
         scale: Float32,
-        makes_plan: Int32,
+        stages: Int32,
         scan_tile: Int32,
         stream: Any,
     ):
-        """`scan_tile` indexes SCAN_TILES. Without tokens the kernels are loaded, not launched."""
+        """`stages`: bits of what is launched, 1 plan, 2 prepare, 4 scan. `scan_tile`: of SCAN_TILES.
+
+        Without tokens nothing is launched; the kernels are still loaded.
+        """
         num_tokens = cute.size(mQ, mode=[0])
         num_sequences = cute.size(mInitial, mode=[0])
         _name_kernel(self.plan, "kda_plan")
         _name_kernel(self.prepare, f"kda_prepare_{self.gate}")
         if num_tokens > 0:
-            if makes_plan != 0:
+            if stages & 1 != 0:
                 self.plan(mCuSeqlens, mPlan, num_tokens, stream)
-            self.prepare(
-                mQ, mK, mG, mBeta, mALog, mDtBias, mPlan, mRecords, mO,
-                num_sequences, lower_bound, scale, stream,
-            )  # fmt: skip
+            if stages & 2 != 0:
+                self.prepare(
+                    mQ, mK, mG, mBeta, mALog, mDtBias, mPlan, mRecords, mO,
+                    num_sequences, lower_bound, scale, stream,
+                )  # fmt: skip
             for i in range_constexpr(len(self.scans)):
                 _name_kernel(self.scans[i], f"kda_scan_v{self.scans[i].rows}")
-                if scan_tile == i:
+                if stages & 4 != 0 and scan_tile == i:
                     self.scans[i](
                         mRecords, mV, mO, mPool, mPlan, mInitial, mFinal,
                         mIndptr, mOffsets, mSlots, stream,

@@ -16,6 +16,7 @@ TILE = 16  # tokens
 RECORD_BYTES = 13312  # what prepare hands to the scan, for each tile and value head
 MAX_SEQUENCES = 4096
 GATES = ("bounded", "softplus")
+STAGES = {"plan": 1, "prepare": 2, "scan": 4}  # bits of what a call launches
 
 PLAN = jit.Variant("kda_plan", "kda_host.plan")
 PREFILL = {
@@ -96,8 +97,9 @@ def kda_prefill(
     index = q.get_device()
     function = _function(PREFILL["softplus" if lower_bound is None else "bounded"], index)
     here = _DEVICES[index]
-    makes_plan = plan is None
+    stages = STAGES["prepare"] | STAGES["scan"]
     if plan is None:
+        stages |= STAGES["plan"]
         plan = cu_seqlens.new_empty(plan_size(T, N))
     if checkpoint_indptr is None and checkpoint_offsets is None and checkpoint_slots is None:
         checkpoint_indptr, checkpoint_offsets, checkpoint_slots = here.no_checkpoints
@@ -108,9 +110,34 @@ def kda_prefill(
         *(checkpoint_indptr, checkpoint_offsets, checkpoint_slots),
         *(plan, records, o),
         *(0.0 if lower_bound is None else lower_bound, scale),
-        *(int(makes_plan), choose_scan_tile(N, HV, here.num_sms)),
+        *(stages, choose_scan_tile(N, HV, here.num_sms)),
     )
     return o
+
+
+def launch_stages(
+    tensors: tuple[Tensor, ...],
+    plan: Tensor,
+    records: Tensor,
+    o: Tensor,
+    *,
+    lower_bound: float | None,
+    scale: float,
+    stages: int,
+    scan_tile: int | None = None,
+) -> None:
+    """Launches some of STAGES on buffers that the caller keeps, for measurements.
+
+    tensors: those of `kda_prefill` up to checkpoint_slots, checked by the caller.
+    scan_tile: index into `tiles.SCAN_TILES`. None: chosen as in a call.
+    """
+    index = o.get_device()
+    function = _function(PREFILL["softplus" if lower_bound is None else "bounded"], index)
+    if scan_tile is None:
+        N, HV = tensors[9].shape[0], o.shape[1]
+        scan_tile = choose_scan_tile(N, HV, _DEVICES[index].num_sms)
+    bound = 0.0 if lower_bound is None else lower_bound
+    function(*tensors, plan, records, o, bound, scale, stages, scan_tile)
 
 
 def _check_counts(

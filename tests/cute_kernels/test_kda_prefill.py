@@ -81,7 +81,7 @@ def test_kda_prefill_arguments(compiled: dict[str, Recorder]) -> None:
     records = by_name.pop("mRecords")
     assert records.dtype == torch.uint8
     assert records.shape == (kda_prefill.workspace_bytes(T, N, 4),)
-    assert by_name == {"lower_bound": -5.0, "scale": 0.5, "makes_plan": 1, "scan_tile": 0}
+    assert by_name == {"lower_bound": -5.0, "scale": 0.5, "stages": 7, "scan_tile": 0}
 
 
 def test_kda_prefill_variants(compiled: dict[str, Recorder]) -> None:
@@ -90,7 +90,7 @@ def test_kda_prefill_variants(compiled: dict[str, Recorder]) -> None:
     call(make_case([20], plan=plan, lower_bound=None, **none))
     (got,) = compiled["kda_prefill_softplus"].calls
     by_name = dict(zip(host_parameters(), got, strict=True))
-    assert by_name["mPlan"] is plan and by_name["makes_plan"] == 0
+    assert by_name["mPlan"] is plan and by_name["stages"] == 6
     assert by_name["mIndptr"].shape[0] >= 2 and not by_name["mIndptr"].any()
     assert by_name["lower_bound"] == 0.0
     assert compiled["kda_prefill_bounded"].calls == []
