@@ -216,6 +216,7 @@ class Pass:
         if self.queues.draining or not running or running[-1].order <= live.order:
             return False  # also: room comes back anyway when steps retire
         victim = running[-1]
+        assert victim.last_step != self.step, "a request that has its row is not preempted"
         if victim.is_decoding:
             self.budget += self.limits.row_tokens
         self.barrier = victim.order

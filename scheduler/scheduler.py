@@ -94,6 +94,8 @@ class Scheduler:
             token_ids=request.token_ids,
         )
         self._num_arrived += 1
+        # here, where it costs no step its time
+        self.holdings.extend_keys(live)
         self.queues.add(live)
 
     def abort(self, request_id: str) -> bool:
