@@ -284,7 +284,8 @@ class Pass:
             len(live.token_ids),
             self.cache.unit,
             drop=self.drop,
-            junction=kv_cached if kv_cached > start else 0,
+            # with draft layers a hit is always one unit short of the KV
+            junction=kv_cached if kv_cached > start + self.drop else 0,
             named=live.request.checkpoint_positions,
             every=self.limits.export_every,
         )
