@@ -20,6 +20,7 @@ class Built:
     out: Path  # holds the folder <arch>
     entries: dict[str, dict[str, Any]]  # variant name: manifest entry
     opcodes: dict[str, dict[str, Counter[str]]]  # variant name: kernel name: instructions
+    ptx: dict[str, Path]  # variant name: what its kernels were compiled from
 
     @property
     def folder(self) -> Path:
@@ -34,13 +35,14 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
     @cache
     def build(arch: str) -> Built:
         out = tmp_path_factory.mktemp(f"aot-{arch}")
-        entries, opcodes = {}, {}
+        entries, opcodes, ptx = {}, {}, {}
         for variant in VARIANTS:
             dump = tmp_path_factory.mktemp(variant.name)
             entries[variant.name] = jit.build_object(variant, arch, out / arch, dump)
             (binary,) = dump.glob("*.cubin")
             opcodes[variant.name] = cubin.opcodes(binary)
+            (ptx[variant.name],) = dump.glob("*.ptx")
         jit.write_manifest(out / arch, arch, entries)
-        return Built(arch, out, entries, opcodes)
+        return Built(arch, out, entries, opcodes, ptx)
 
     return build

@@ -1,0 +1,192 @@
+"""What both gates of prepare share: shared memory, a thread's place in it, single instructions."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import select_
+
+TILE = 16  # tokens a record
+DIM = 128  # K
+THREADS = 64  # a warp for each half of the channels, two neighbouring channels a thread
+TILE_BYTES = TILE * DIM * 2
+HALF_BYTES = TILE_BYTES // 2
+RECORD_BYTES = 13312
+K_DECAYED, Q_DECAYED, K_UPDATE, MQ, ET = 0, TILE_BYTES, 2 * TILE_BYTES, 3 * TILE_BYTES, 12800
+LOG2E = 1.4426950408889634
+NORM_EPS = 1e-6
+
+# Shared memory is the record and some scratch. Raw tiles arrive where k~, q~ and K2 will be:
+#   k~, q~    raw k, q -> k~, q~
+#   K2        raw g -> k_inv (softplus: rows of a level) -> K2
+#   Mq2, Et   warp 0's half of Mqk -> Mq2, Et
+#   SUMS      of squares, over half of the channels
+#   NORMS     factors made of them, one copy a warp
+#   TRI       warp 1's half of L -> -L transposed -> A transposed
+SUMS = RECORD_BYTES  # fp32 [2 warps, 3, 16]: k.k, q.q, q.k
+NORMS = SUMS + 2 * 3 * TILE * 4  # fp32 [2 warps, 2, 16]: 1 / |k|, scale / |q|
+TRI = NORMS + 2 * 2 * TILE * 4  # fp32 [16, 20]
+TRI_ROW = 80  # bytes: a column, and eight 16-byte pieces of as many rows, meet no bank twice
+SMEM_BYTES = TRI + TILE * TRI_ROW
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread works; addresses are those of row 0 of the first tile in shared memory."""
+
+    base: Any  # of the CTA
+    warp: Any  # 0, 1: its half of the channels
+    lane: Any
+    raw: Any  # this thread's two channels, in plain order
+    own: Any  # the same in the record's order: pair 2t + b of 16 channels at place 4b + t
+    matrix: Any  # this lane's row for ldmatrix of 16 rows and 16 channels (later ones by xor): A
+    turned: Any  # the same with the middle two of the four 8 x 8 parts exchanged: B
+
+    @staticmethod
+    def of(base: Int32, warp: Int32, lane: Int32) -> "Place":
+        half = base + warp * HALF_BYTES
+        row = lane % TILE
+        return Place(
+            base,
+            warp,
+            lane,
+            half + ((lane // 4) << 4) + (lane % 4) * 4,
+            half + (((lane // 8) * 2 + lane % 2) << 4) + ((lane % 8) // 2) * 4,
+            half + row * 128 + (((lane // TILE) ^ (row % 8)) << 4),
+            half + (lane % 8 + (lane // TILE) * 8) * 128 + (((lane // 8 % 2) ^ (lane % 8)) << 4),
+        )
+
+
+def row_bytes(tensor: Any) -> Int64:
+    """From one row (mode 0) to the next."""
+    return Int64(tensor.stride[0]) * (tensor.element_type.width // 8)
+
+
+def row_address(tensor: Any, row: Any) -> Int64:
+    return Int64(tensor.iterator.toint()) + Int64(row) * row_bytes(tensor)
+
+
+def at(pair: Any, row: int) -> Any:
+    """`row` rows below a place in row 0: a row is 128 bytes, its 16-byte chunks are swizzled."""
+    return (pair ^ ((row % 8) << 4)) + row * 128
+
+
+def normalise(place: Place, scale: Float32) -> Any:
+    """1 / |k| and scale / |q| of the 16 rows: where this warp's copy lies. After both left sums."""
+    sums = place.base + (SUMS + place.lane * 4)
+    inverse = rsqrt(lds_f32(sums) + lds_f32(sums + 3 * TILE * 4) + NORM_EPS)
+    norms = place.base + (NORMS + place.warp * (2 * TILE * 4))
+    sts_f32(norms + place.lane * 4, select(place.lane < TILE, inverse, inverse * scale))
+    cute.arch.sync_warp()
+    return norms
+
+
+def op(results: list[Any], text: str, *args: Any, memory: bool = False) -> Any:
+    """One PTX instruction; operands $0.. are the results, then the arguments.
+
+    Without effects on memory the compiler may move and merge it.
+    """
+    letters = {Float32: "f", Int32: "r", Int64: "l"}
+    constraints = ["=" + letters[kind] for kind in results] + [letters[type(arg)] for arg in args]
+    types = [kind.mlir_type for kind in results]
+    result_type = llvm.StructType.get_literal(types) if len(types) > 1 else (types or [None])[0]
+    out = llvm.inline_asm(
+        result_type,
+        [arg.ir_value() for arg in args],
+        text,
+        ",".join(constraints + ["~{memory}"] * memory),
+        has_side_effects=memory,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    if len(results) < 2:
+        return results[0](out) if results else None
+    return [kind(llvm.extractvalue(kind.mlir_type, out, [i])) for i, kind in enumerate(results)]
+
+
+def ex2(x: Any) -> Any:
+    return op([Float32], "ex2.approx.ftz.f32 $0, $1;", Float32(x))
+
+
+def lg2(x: Any) -> Any:
+    return op([Float32], "lg2.approx.ftz.f32 $0, $1;", Float32(x))
+
+
+def rcp(x: Any) -> Any:
+    return op([Float32], "rcp.approx.ftz.f32 $0, $1;", Float32(x))
+
+
+def rsqrt(x: Any) -> Any:
+    return op([Float32], "rsqrt.approx.ftz.f32 $0, $1;", Float32(x))
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    return cute.math.fma(Float32(a), Float32(b), Float32(c))
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    return Float32(select_(condition, Float32(a), Float32(b)))
+
+
+def lds_b32(address: Any) -> Any:
+    return op([Int32], "ld.shared.b32 $0, [$1];", Int32(address), memory=True)
+
+
+def lds_f32(address: Any) -> Any:
+    return op([Float32], "ld.shared.f32 $0, [$1];", Int32(address), memory=True)
+
+
+def lds_f32x2(address: Any) -> Any:
+    return op([Float32] * 2, "ld.shared.v2.f32 {$0, $1}, [$2];", Int32(address), memory=True)
+
+
+def sts_b32(address: Any, x: Any) -> None:
+    op([], "st.shared.b32 [$0], $1;", Int32(address), Int32(x), memory=True)
+
+
+def sts_f32(address: Any, x: Any) -> None:
+    op([], "st.shared.f32 [$0], $1;", Int32(address), Float32(x), memory=True)
+
+
+def sts_f32x2(address: Any, x: Any) -> None:
+    op([], "st.shared.v2.f32 [$0], {$1, $2};", Int32(address), *map(Float32, x), memory=True)
+
+
+def sts_f32x4(address: Any, x: Any) -> None:
+    text = "st.shared.v4.f32 [$0], {$1, $2, $3, $4};"
+    op([], text, Int32(address), *map(Float32, x), memory=True)
+
+
+def ldg_b32x2(address: Any) -> Any:
+    text = "ld.global.v2.b32 {$0, $1}, [$2];"
+    return op([Int32] * 2, text, Int64(address), memory=True)
+
+
+def ldg_f32(address: Any) -> Any:
+    return op([Float32], "ld.global.f32 $0, [$1];", Int64(address), memory=True)
+
+
+def ldg_bf16(address: Any) -> Any:
+    text = "{ .reg .b16 x; ld.global.b16 x, [$1]; mov.b32 $0, {0, x}; }"
+    return op([Float32], text, Int64(address), memory=True)
+
+
+def stg_b32(address: Any, x: Any) -> None:
+    op([], "st.global.b32 [$0], $1;", Int64(address), Int32(x), memory=True)
+
+
+def mma_bf16_k8(acc: Any, a: Any, b: Any) -> Any:
+    """acc + a b for one m16n8k8 tile: half of `ptx.mma_bf16`'s depth."""
+    text = (
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
+    )
+    return op([Float32] * 4, text, *map(Int32, (*a, b)), *map(Float32, acc))
+
+
+def bulk_store(address: Any, shared: Any, num_bytes: int) -> None:
+    """A contiguous piece shared -> global by the copy engine."""
+    text = f"cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], {num_bytes};"
+    op([], text, Int64(address), Int32(shared), memory=True)
