@@ -54,7 +54,7 @@ class KdaPrefill:
         scan_tile: Int32,
         stream: Any,
     ):
-        """`stages`: bits of what is launched, 1 plan, 2 prepare, 4 scan. `scan_tile`: of SCAN_TILES.
+        """`stages`: bits of what is launched, 1 plan, 2 prepare, 4 scan. `scan_tile` of SCAN_TILES.
 
         Without tokens nothing is launched; the kernels are still loaded.
         """

@@ -116,7 +116,7 @@ def kda_prefill(
 
 
 def launch_stages(
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor | None, ...],
     plan: Tensor,
     records: Tensor,
     o: Tensor,
@@ -133,11 +133,13 @@ def launch_stages(
     """
     index = o.get_device()
     function = _function(PREFILL["softplus" if lower_bound is None else "bounded"], index)
+    here = _DEVICES[index]
+    csr = here.no_checkpoints if tensors[-1] is None else tensors[-3:]
     if scan_tile is None:
-        N, HV = tensors[9].shape[0], o.shape[1]
-        scan_tile = choose_scan_tile(N, HV, _DEVICES[index].num_sms)
+        N = (plan.shape[0] - 2 * num_tiles(o.shape[0], 0)) // 6
+        scan_tile = choose_scan_tile(N, o.shape[1], here.num_sms)
     bound = 0.0 if lower_bound is None else lower_bound
-    function(*tensors, plan, records, o, bound, scale, stages, scan_tile)
+    function(*tensors[:-3], *csr, plan, records, o, bound, scale, stages, scan_tile)
 
 
 def _check_counts(

@@ -1,0 +1,259 @@
+"""Times the prefill against its peers: `torch-kda bench ops`.
+
+Every number comes after a check: two heads of the same cell, at full length, against float64.
+Writes kda_prefill.json, and from it kda_prefill.md and a plot. Also runs as
+`python -m torch_kda.profiles.bench_ops`.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cute_kernels import jit, kda_prefill
+from . import kda_stages
+from .kda_cells import (
+    CELLS,
+    CHECKPOINTS,
+    GATES,
+    QUICK,
+    Cell,
+    Inputs,
+    Result,
+    errors,
+    make_inputs,
+    select_cells,
+    truth,
+    truth_heads,
+    with_exports,
+)
+from .kda_peers import PEERS, Peer, find_peers
+from .kda_report import write_report
+from .timing import (
+    Timing,
+    copy_bytes_per_second,
+    l2_bytes,
+    num_input_sets,
+    require_cuda,
+    time_calls,
+)
+
+# of relative RMS errors of output and states: beyond them no time is reported
+LIMITS = {"torch_kda": (5e-3, 4e-3)} | dict.fromkeys(PEERS, (3e-2, 3e-2))
+NAMES = ("torch_kda", *PEERS)
+MEMORY_SHARE = (
+    0.25  # of free memory, for inputs; outputs and workspaces of all variants come on top
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line. Exits with 1 if our own results are too far from the truth."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+    if options.render is not None:
+        write_report(options.render, options.out)
+        return
+    device = require_cuda("torch-kda bench ops")
+    kda_prefill.prepare(device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    speed = copy_bytes_per_second(device)
+    meta = metadata(device, speed, options.commit, arguments)
+    print(f"{meta['gpu']}, copy {speed / 1e12:.2f} TB/s, torch {meta['torch']}", flush=True)
+    if options.stages:
+        kda_stages.run(options.cells, options.gates, device, meta, options.out, options.rounds)
+        return
+    bench = Bench(find_peers(options.peers), speed, device, options.rounds)
+    rows: list[dict[str, Any]] = []
+    path = options.out / "kda_prefill.json"
+    for cell in options.cells:
+        for gates in options.gates:
+            for row in bench.rows(cell, gates, options.checkpoints):
+                rows.append(row)
+                path.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    for file in write_report(path, options.out):
+        print(file)
+    if any(row["us"]["torch_kda"] is None for row in rows):
+        raise SystemExit(1)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Checked options; a wrong one ends the program with what is right."""
+    parser = argparse.ArgumentParser(
+        prog="torch-kda bench ops", description="Time KDA prefill against its peers on one GPU."
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--commit", help="what is measured (default: git's HEAD)")
+    parser.add_argument("--cells", help='names or patterns, comma between: "H12-*,H96-mixed"')
+    parser.add_argument("--gates", help=f"of {','.join(GATES)} (default: all)")
+    parser.add_argument("--checkpoints", help="a sequence, comma between (default: 0,1,16)")
+    parser.add_argument("--peers", help=f"of {','.join(PEERS)} (default: those found; '' for none)")
+    parser.add_argument("--rounds", type=int, default=30, help="graph replays a number")
+    parser.add_argument("--quick", action="store_true", help="few cells, slow gates, 1 checkpoint")
+    parser.add_argument(
+        "--stages", action="store_true", help="plan, prepare and scan by themselves"
+    )
+    parser.add_argument("--render", type=Path, metavar="JSON", help="only write report and plot")
+    options = parser.parse_args(arguments)
+    quick = options.quick
+    try:
+        names = _split(options.cells) or (list(QUICK) if quick else [cell.name for cell in CELLS])
+        options.cells = select_cells(names)
+        options.gates = _split(options.gates) or (["slow"] if quick else list(GATES))
+        if unknown := set(options.gates) - set(GATES):
+            raise ValueError(f"--gates: {sorted(unknown)} are none of {', '.join(GATES)}")
+        counts = _split(options.checkpoints) or (["1"] if quick else [str(c) for c in CHECKPOINTS])
+        if not all(count.isdigit() for count in counts):
+            raise ValueError(f"--checkpoints: counts >= 0, got {options.checkpoints!r}")
+        options.checkpoints = sorted({int(count) for count in counts})
+        options.peers = None if options.peers is None else _split(options.peers)
+        if options.rounds < 1:
+            raise ValueError(f"--rounds: at least 1, got {options.rounds}")
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def _split(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Times rows of the table on one device."""
+
+    peers: dict[str, Peer]
+    bytes_per_second: float  # of a copy
+    device: torch.device
+    num_rounds: int
+
+    def rows(self, cell: Cell, gates: str, counts: Sequence[int]) -> list[dict[str, Any]]:
+        """One row for each number of checkpoints; they share the truth."""
+        most = max(counts)
+        full = truth(make_inputs(cell, gates, most, 0, self.device))
+        return [
+            self.row(cell, gates, count, with_exports(full, cell, most, count)) for count in counts
+        ]
+
+    def row(self, cell: Cell, gates: str, count: int, expected: Result) -> dict[str, Any]:
+        free = int(torch.cuda.mem_get_info(self.device)[0] * MEMORY_SHARE)
+        sets = num_input_sets(cell.io_bytes(count), l2_bytes(self.device), free)
+        inputs = [make_inputs(cell, gates, count, seed, self.device) for seed in range(sets)]
+        found: dict[str, tuple[float, float]] = {}
+        variants = {}
+        for name, peer in self.peers.items():
+            calls = [call for x in inputs if (call := peer(x)) is not None]
+            if calls and self.check(name, calls[0], inputs[0], expected, found):
+                variants[name] = calls
+        timings = self.time(variants)
+        row = {
+            "heads": cell.heads,
+            "lens": list(cell.lens),
+            "gates": gates,
+            "checkpoints": count,
+            "floor_us": round(cell.io_bytes(count) / self.bytes_per_second * 1e6, 2),
+            "us": {name: _rounded(timings.get(name), "median_us") for name in NAMES},
+            "eager_us": {name: _rounded(timings.get(name), "eager_us") for name in NAMES},
+            "err_out": {name: _digits(found, name, 0) for name in NAMES},
+            "err_state": {name: _digits(found, name, 1) for name in NAMES},
+            "err_tokens": cell.num_tokens,
+        }
+        _print_row(cell, row, timings)
+        torch.cuda.empty_cache()
+        return row
+
+    def check(
+        self,
+        name: str,
+        call: Any,
+        inputs: Inputs,
+        expected: Result,
+        found: dict[str, tuple[float, float]],
+    ) -> bool:
+        """Whether a variant may be timed: it runs, and its results are near the truth."""
+        try:
+            with torch.inference_mode():
+                got = errors(call(), expected, truth_heads(inputs.cell))
+        except Exception as error:  # a peer's failure is a fact to report, ours ends the bench
+            if name == "torch_kda":
+                raise
+            print(f"  {name} fails: {type(error).__name__}: {str(error)[:200]}")
+            return False
+        found[name] = got
+        is_right = all(x <= limit for x, limit in zip(got, LIMITS[name], strict=True))
+        if not is_right:
+            limits = LIMITS[name]
+            print(
+                f"  {name} is wrong and not timed: output {got[0]:.2e} (limit {limits[0]:.1e}), "
+                f"states {got[1]:.2e} (limit {limits[1]:.1e})"
+            )
+        return is_right
+
+    def time(self, variants: dict[str, list[Any]]) -> dict[str, Timing]:
+        """All in turns; if a peer can't be captured, the rest without it."""
+        with torch.inference_mode():
+            for name in [name for name in variants if name != "torch_kda"]:
+                try:
+                    time_calls({name: variants[name][:1]}, rounds=1, eager_rounds=1)
+                except RuntimeError as error:
+                    print(f"  {name} is not timed: {str(error)[:200]}")
+                    torch.cuda.synchronize()
+                    del variants[name]
+            return time_calls(variants, rounds=self.num_rounds) if variants else {}
+
+
+def metadata(
+    device: torch.device, speed: float, commit: str | None, arguments: Sequence[str]
+) -> dict[str, str | float | None]:
+    """What a number depends on."""
+    arch = jit.device_arch(device)
+    manifest = jit.find(kda_prefill.PLAN, arch).parent / jit.MANIFEST
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "cutlass_dsl": json.loads(manifest.read_text())["cutlass_dsl"],
+        "commit": commit or _output("git", "rev-parse", "--short", "HEAD"),
+        "command": shlex.join(["torch-kda", "bench", "ops", *arguments]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "copy_tb_s": round(speed / 1e12, 3),
+    }
+
+
+def _output(*command: str) -> str | None:
+    """First line that a program prints; None where it can't tell."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip().split("\n")[0]
+
+
+def _rounded(timing: Timing | None, field: str) -> float | None:
+    value = None if timing is None else getattr(timing, field)
+    return None if value is None else round(value, 2)
+
+
+def _digits(found: dict[str, tuple[float, float]], name: str, index: int) -> float | None:
+    return float(f"{found[name][index]:.3e}") if name in found else None
+
+
+def _print_row(cell: Cell, row: dict[str, Any], timings: dict[str, Timing]) -> None:
+    parts = [f"{cell.name:12s} {row['gates']:8s} {row['checkpoints']:2d} checkpoints"]
+    parts.append(f"floor {row['floor_us']:.1f}")
+    for name, timing in timings.items():
+        spread = f"{timing.p10_us:.1f}..{timing.p90_us:.1f}"
+        errs = f"{row['err_out'][name]:.1e}/{row['err_state'][name]:.1e}"
+        parts.append(f"{name} {timing.median_us:.1f} ({spread}) eager {timing.eager_us:.0f} {errs}")
+    print("  ".join(parts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The one timer: calls on rotating inputs, replayed from CUDA graphs, interleaved, in medians."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+L2_SHARE = 4  # inputs of one variant fill the L2 cache this many times, so none is found there
+MIN_SETS = 2
+MAX_SETS = 64
+WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Time of one call, in us."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    eager_us: float | None = None  # wall clock of an eager call, host work included
+
+
+def require_cuda(what: str) -> torch.device:
+    """The current CUDA device; RuntimeError where there is none."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"{what} needs a CUDA device, and torch sees none; run it on a GPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def num_input_sets(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
+    """How many input sets of `set_bytes` to rotate over: as much as L2 needs and memory allows."""
+    wanted = -(-L2_SHARE * l2_bytes // max(set_bytes, 1))
+    fitting = free_bytes // max(set_bytes, 1)
+    if fitting < MIN_SETS:
+        gib = set_bytes / 2**30
+        raise RuntimeError(f"{MIN_SETS} input sets of {gib:.1f} GiB do not fit into free memory")
+    return int(min(max(wanted, MIN_SETS), fitting, MAX_SETS))
+
+
+def l2_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def time_calls(
+    variants: Mapping[str, Sequence[Call]], *, rounds: int = 30, eager_rounds: int = 5
+) -> dict[str, Timing]:
+    """Times each variant's calls, one for each input set, and gives the time of one call.
+
+    Every variant becomes one CUDA graph of all its calls. Each round replays all variants in turn,
+    so that a drift of the clock meets all of them alike. A variant that can't be captured raises.
+    """
+    graphs = {name: _capture(name, calls) for name, calls in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(WARM_UP + rounds):
+        for name, (graph, _) in graphs.items():
+            us = _replay_us(graph) / len(variants[name])
+            if turn >= WARM_UP:
+                times[name].append(us)
+    graphs.clear()
+    return {
+        name: summarise(us, time_eager(variants[name], rounds=eager_rounds))
+        for name, us in times.items()
+    }
+
+
+def summarise(us: Sequence[float], eager_us: float | None = None) -> Timing:
+    """Median and the tenth and ninetieth percentile."""
+    if len(us) == 1:
+        return Timing(us[0], us[0], us[0], eager_us)
+    cuts = statistics.quantiles(us, n=10, method="inclusive")
+    return Timing(statistics.median(us), cuts[0], cuts[-1], eager_us)
+
+
+def time_eager(calls: Sequence[Call], *, rounds: int = 5) -> float:
+    """Wall clock of one eager call in a row of them, in us."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(rounds):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / (rounds * len(calls)) * 1e6
+
+
+def time_host(call: Call, *, rounds: int = 200) -> float:
+    """Host time of one eager call in us: what it takes to issue it, the device still at work."""
+    for _ in range(WARM_UP):
+        call()
+    torch.cuda.synchronize()
+    best = float("inf")
+    for _ in range(10):
+        started = time.perf_counter()
+        for _ in range(rounds // 10):
+            call()
+        best = min(best, (time.perf_counter() - started) / (rounds // 10))
+        torch.cuda.synchronize()
+    return best * 1e6
+
+
+def copy_bytes_per_second(device: torch.device) -> float:
+    """Bytes read and written a second by the device's own copy of 4 GiB."""
+    source = torch.empty(2**30, dtype=torch.int32, device=device).fill_(1)
+    target = torch.empty_like(source)
+    (timing,) = time_calls({"copy": [lambda: target.copy_(source)] * 2}, rounds=10).values()
+    return 2 * source.nbytes / (timing.median_us * 1e-6)
+
+
+def _capture(name: str, calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, list[object]]:
+    """One graph of all calls; their results are kept, so that none writes over another's."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            results = [call() for call in calls]
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} can't be captured in a CUDA graph: {error}") from error
+    return graph, results
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3

@@ -1,0 +1,170 @@
+"""The bench's program: options, what it writes, what it refuses to time. Needs no device."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_kda.profiles import bench_ops, kda_cells, kda_peers
+from torch_kda.profiles.kda_cells import Cell, Inputs, Result
+from torch_kda.profiles.timing import Timing
+
+CELLS = (Cell(2, (96, 40)), Cell(1, (64,)))
+ROW_KEYS = ["heads", "lens", "gates", "checkpoints", "floor_us", "us", "eager_us"]
+ROW_KEYS += ["err_out", "err_state", "err_tokens"]
+META = {"gpu": "Some GPU", "driver": None, "torch": "2", "cutlass_dsl": None, "commit": "abc"}
+META |= {"command": "", "date": "", "copy_tb_s": 4.0}
+
+
+def fake_peer(inputs: Inputs) -> Any:
+    """A peer without checkpoints, a little off."""
+    if inputs.checkpoint_offsets is not None:
+        return None
+    ours = kda_peers.torch_kda(inputs)
+
+    def call() -> Result:
+        result = ours()
+        return Result(result.out * 1.01, result.states)
+
+    return call
+
+
+def fake_times(
+    variants: Mapping[str, Sequence[Any]], rounds: int = 0, eager_rounds: int = 0
+) -> dict[str, Timing]:
+    return {name: Timing(10.0 + i, 9.0, 12.0, 20.0) for i, name in enumerate(variants)}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU in the place of a GPU, with a clock that always says the same."""
+    monkeypatch.setattr(kda_cells, "CELLS", CELLS)
+    monkeypatch.setattr(bench_ops, "CELLS", CELLS)
+    monkeypatch.setattr(bench_ops, "require_cuda", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(bench_ops.kda_prefill, "prepare", lambda _: None)
+    monkeypatch.setattr(bench_ops, "copy_bytes_per_second", lambda _: 4e12)
+    monkeypatch.setattr(bench_ops, "metadata", lambda *_: META)
+    monkeypatch.setattr(bench_ops, "l2_bytes", lambda _: 2**20)
+    monkeypatch.setattr(bench_ops, "time_calls", fake_times)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**30))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        bench_ops, "find_peers", lambda _: {"torch_kda": kda_peers.torch_kda, "fla": fake_peer}
+    )
+
+
+def test_main(machine: None, tmp_path: Path, capsys: Any) -> None:
+    bench_ops.main(["--out", str(tmp_path), "--gates", "slow,softplus"])
+    data = json.loads((tmp_path / "kda_prefill.json").read_text())
+    assert list(data) == ["meta", "rows"] and list(data["meta"]) == list(META)
+    rows = data["rows"]
+    assert [(row["heads"], row["gates"], row["checkpoints"]) for row in rows] == [
+        (heads, gates, c) for heads in (2, 1) for gates in ("slow", "softplus") for c in (0, 1, 16)
+    ]
+    for row in rows:
+        assert list(row) == ROW_KEYS
+        for key in ("us", "eager_us", "err_out", "err_state"):
+            assert list(row[key]) == ["torch_kda", "vllm", "fla", "cudnn"], key
+            assert row[key]["vllm"] is None and row[key]["cudnn"] is None
+        assert row["us"]["torch_kda"] == 10.0 and row["eager_us"]["torch_kda"] == 20.0
+        assert 0 < row["err_out"]["torch_kda"] < 4.5e-3
+        assert 0 < row["err_state"]["torch_kda"] < 3.5e-3
+        has_fla = row["checkpoints"] == 0
+        assert row["us"]["fla"] == (11.0 if has_fla else None)
+        assert (row["err_out"]["fla"] is not None) == has_fla
+        assert row["err_tokens"] == sum(row["lens"])
+    assert rows[0]["floor_us"] == round(CELLS[0].io_bytes(0) / 4e12 * 1e6, 2)
+    assert (tmp_path / "kda_prefill.md").is_file() and (tmp_path / "kda_prefill.png").is_file()
+    out = capsys.readouterr().out
+    assert "H2-mixed" in out and "torch_kda 10.0 (9.0..12.0) eager 20" in out
+
+
+def test_main_refuses_wrong_results(
+    machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A wrong peer has errors but no time; wrong results of ours end the program with 1."""
+    monkeypatch.setitem(bench_ops.LIMITS, "fla", (5e-3, 4e-3))
+    bench_ops.main(["--out", str(tmp_path), "--gates", "slow", "--checkpoints", "0"])
+    rows = json.loads((tmp_path / "kda_prefill.json").read_text())["rows"]
+    assert all(row["us"]["fla"] is None and row["err_out"]["fla"] > 5e-3 for row in rows)
+    assert all(row["us"]["torch_kda"] == 10.0 for row in rows)
+    monkeypatch.setitem(bench_ops.LIMITS, "torch_kda", (1e-6, 1e-6))
+    with pytest.raises(SystemExit) as end:
+        bench_ops.main(["--out", str(tmp_path), "--gates", "slow", "--checkpoints", "1"])
+    assert end.value.code == 1
+    rows = json.loads((tmp_path / "kda_prefill.json").read_text())["rows"]
+    assert all(row["us"]["torch_kda"] is None for row in rows)
+    assert "torch_kda is wrong and not timed: output" in capsys.readouterr().out
+
+
+def test_main_survives_a_peer(
+    machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A peer that raises, or can't be captured, is left out; the others are timed."""
+
+    def broken(inputs: Inputs) -> Any:
+        def call() -> Result:
+            raise TypeError("no such argument")
+
+        return call
+
+    def uncapturable(variants: Mapping[str, Any], **rounds: int) -> dict[str, Timing]:
+        if "fla" in variants:
+            raise RuntimeError("fla can't be captured in a CUDA graph")
+        return fake_times(variants)
+
+    peers = {"torch_kda": kda_peers.torch_kda, "fla": fake_peer, "cudnn": broken}
+    monkeypatch.setattr(bench_ops, "find_peers", lambda _: peers)
+    monkeypatch.setattr(bench_ops, "time_calls", uncapturable)
+    bench_ops.main(["--out", str(tmp_path), "--gates", "slow", "--checkpoints", "0"])
+    rows = json.loads((tmp_path / "kda_prefill.json").read_text())["rows"]
+    for row in rows:
+        assert row["us"] == {"torch_kda": 10.0, "vllm": None, "fla": None, "cudnn": None}
+        assert row["err_out"]["cudnn"] is None
+    out = capsys.readouterr().out
+    assert "cudnn fails: TypeError: no such argument" in out
+    assert "fla is not timed: fla can't be captured" in out
+
+
+def test_main_render(machine: None, tmp_path: Path) -> None:
+    bench_ops.main(["--out", str(tmp_path / "a"), "--gates", "slow", "--checkpoints", "0"])
+    source = tmp_path / "a" / "kda_prefill.json"
+    bench_ops.main(["--out", str(tmp_path / "b"), "--render", str(source)])
+    written = sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert written == ["kda_prefill.md", "kda_prefill.png"]
+    assert (tmp_path / "b" / written[0]).read_text() == (tmp_path / "a" / written[0]).read_text()
+
+
+def test_main_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="torch-kda bench ops needs a CUDA device"):
+        bench_ops.main(["--out", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parse_quick() -> None:
+    options = bench_ops.parse(["--out", "x", "--quick"])
+    assert [cell.name for cell in options.cells] == [
+        cell.name for cell in kda_cells.CELLS if cell.name in kda_cells.QUICK
+    ]
+    assert options.gates == ["slow"] and options.checkpoints == [1] and options.peers is None
+    options = bench_ops.parse(["--out", "x", "--quick", "--gates", "fast", "--peers", ""])
+    assert options.gates == ["fast"] and options.peers == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cells", "H13-*"], "fits no cell"),
+        (["--gates", "weak"], "are none of slow, fast, softplus"),
+        (["--checkpoints", "one"], "--checkpoints: counts"),
+        (["--rounds", "0"], "--rounds: at least 1"),
+        (["--fast"], "unrecognized arguments"),
+    ],
+)
+def test_parse_errors(arguments: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        bench_ops.parse(["--out", "x", *arguments])
+    assert end.value.code == 2 and message in capsys.readouterr().err
