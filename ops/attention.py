@@ -4,7 +4,16 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .library import FLOATS, INT, check_device, check_inner, check_tensor, define_op, require
+from .library import (
+    FLOATS,
+    INT,
+    check_device,
+    check_inner,
+    check_tensor,
+    define_op,
+    is_traced,
+    require,
+)
 
 
 def mla_store(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:
@@ -24,7 +33,8 @@ def mla_store(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:
 
     Reference: `ops.reference.mla_store_ref`.
     """
-    _check_store(latent, kv_pool, slot_mapping)
+    if not is_traced():
+        _check_store(latent, kv_pool, slot_mapping)
     _mla_store(latent, kv_pool, slot_mapping)
 
 
@@ -62,7 +72,8 @@ def mla_decode(
 
     Reference: `ops.reference.mla_decode_ref`.
     """
-    _check_decode(q, kv_pool, block_table, seq_lens, kv_lora_rank, num_tokens_per_row)
+    if not is_traced():
+        _check_decode(q, kv_pool, block_table, seq_lens, kv_lora_rank, num_tokens_per_row)
     return _mla_decode(
         *(q, kv_pool, block_table, seq_lens),
         scale=scale,
@@ -109,7 +120,8 @@ def mla_prefill(
     Reference: `ops.reference.mla_prefill_ref`.
     """
     tensors = (q, kv_pool, kv_b_weight, cu_seqlens, block_table, seq_lens)
-    _check_prefill(*tensors, v_head_dim)
+    if not is_traced():
+        _check_prefill(*tensors, v_head_dim)
     return _mla_prefill(*tensors, scale=scale, v_head_dim=v_head_dim)
 
 

@@ -15,6 +15,7 @@ from .library import (
     check_inner,
     check_tensor,
     define_op,
+    is_traced,
     require,
     wide_dtype,
 )
@@ -42,7 +43,8 @@ def kda_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
         ValueError: cu_seqlens or num_tokens is not as above.
         NotImplementedError: on CUDA, more than 4096 sequences.
     """
-    _check_plan(cu_seqlens, num_tokens)
+    if not is_traced():
+        _check_plan(cu_seqlens, num_tokens)
     return _kda_plan(cu_seqlens, num_tokens)
 
 
@@ -121,7 +123,7 @@ def kda_prefill(
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # on CUDA the compiled call checks, at no cost; these come when it has found something
-    if not q.is_cuda or torch.compiler.is_compiling():
+    if not (q.is_cuda or is_traced()):
         _check_prefill(*tensors, lower_bound=lower_bound)
     return _kda_prefill(*tensors, lower_bound=lower_bound, scale=scale)
 
@@ -191,7 +193,8 @@ def kda_decode(
         *(state_pool, conv_pool, src_slots, dst_slots, num_tokens),
     )
     scale = state_pool.shape[-1] ** -0.5 if scale is None else scale
-    _check_decode(*tensors, lower_bound=lower_bound)
+    if not is_traced():
+        _check_decode(*tensors, lower_bound=lower_bound)
     return _kda_decode(*tensors, lower_bound=lower_bound, scale=scale, eps=eps)
 
 
@@ -289,8 +292,8 @@ def _check_decode(
     dtype, wide = qkv.dtype, wide_dtype(qkv)
     check_tensor(op, "dst_slots", dst_slots, "D M", INT, dims)
     check_tensor(op, "src_slots", src_slots, "D", INT, dims)
-    expected = f"[D*M={dims['D'] * dims['M']}, C]"
-    require(qkv.shape[0] == dims["D"] * dims["M"], op, "qkv", expected, list(qkv.shape))
+    dims["D*M"] = dims["D"] * dims["M"]
+    check_tensor(op, "qkv", qkv, "D*M C", dtype, dims)
     check_tensor(op, "state_pool", state_pool, "slots HV V K", wide, dims)
     check_tensor(op, "g_raw", g_raw, "D*M HV K", dtype, dims)
     check_tensor(op, "beta_logit", beta_logit, "D*M HV", dtype, dims)
