@@ -275,7 +275,7 @@ class GhostWorker:
 
     def check_visible(self) -> None:
         """Every READY state and every cached unit of KV is what its key says (I01)."""
-        self._learn_keys()
+        self.learn_keys()
         cache = self.cache
         size, lookahead = cache.block_size, cache.lookahead
         for node in cache.nodes():
@@ -291,7 +291,7 @@ class GhostWorker:
                     assert self.draft_kv[place] == hashes[first + i + 1 + lookahead], f"{node!r}"
             del with_lookahead
 
-    def _learn_keys(self) -> None:
+    def learn_keys(self) -> None:
         cache = self.cache
         for truth in self.truths.values():
             done = len(truth.keys)
@@ -429,7 +429,7 @@ def make_bench(
     max_states_per_path: int = 32,
     budget: int = 32,
     max_num_seqs: int = 4,
-    max_model_len: int = 10_000,
+    max_model_len: int = 1 << 20,
     alignment: int = 1,
     vocab: int = 1000,
     checks: bool = True,
