@@ -20,6 +20,9 @@ app = typer.Typer(
     help="Kimi Delta Attention language models in PyTorch: one forward per prompt.",
 )
 
+bench = typer.Typer(no_args_is_help=True, help="Time ops on a CUDA device.")
+app.add_typer(bench, name="bench")
+
 Seed = Annotated[int, typer.Option(help="Of the random weights.")]
 Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda.")]
 
@@ -91,6 +94,19 @@ def generate(
     if output.error:
         _say(f"FAILED: {output.error}")
         raise typer.Exit(1)
+
+
+@bench.command(
+    "ops",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_ops(context: typer.Context) -> None:
+    """KDA prefill against its peers, correctness before time; --help lists its options."""
+    with _clear_errors():
+        from ..profiles.bench_ops import main as run
+
+        run(context.args)
 
 
 def main() -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch_kda.kda.__main__ import app
 from torch_kda.profiles import bench_ops, kda_cells, kda_peers
 from torch_kda.profiles.kda_cells import Cell, Inputs, Result
 from torch_kda.profiles.timing import Timing
+from typer.testing import CliRunner
 
 CELLS = (Cell(2, (96, 40)), Cell(1, (64,)))
 ROW_KEYS = ["heads", "lens", "gates", "checkpoints", "floor_us", "us", "eager_us"]
@@ -142,6 +144,17 @@ def test_main_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RuntimeError, match="torch-kda bench ops needs a CUDA device"):
         bench_ops.main(["--out", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch-kda bench ops` hands its options on, and says in one line that it needs a device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runner = CliRunner()
+    done = runner.invoke(app, ["bench", "ops", "--out", "x", "--quick"])
+    assert done.exit_code == 1
+    assert "torch-kda: torch-kda bench ops needs a CUDA device" in done.output
+    done = runner.invoke(app, ["bench", "ops", "--help"])
+    assert done.exit_code == 0 and "--checkpoints" in done.output and "--stages" in done.output
 
 
 def test_parse_quick() -> None:
