@@ -149,7 +149,8 @@ class Holdings:
         if not self.cache.publish(node, kept.slot, kept.kind) or kept.kind is not Kind.DECODE:
             return
         live.decode_states.append((node, kept.slot))
-        if len(live.decode_states) > self.num_decode_states:
+        # one at least: a request that ends leaves its last state
+        if len(live.decode_states) > max(self.num_decode_states, 1):
             self.cache.forget(*live.decode_states.pop(0))
 
     # giving back

@@ -40,8 +40,8 @@ for _action in ACTIONS:
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=150,
+    stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,

@@ -1,0 +1,38 @@
+from array import array
+
+import pytest
+from torch_kda.scheduler.request import Request, SamplingParams
+
+
+def test_request_packs_its_prompt():
+    prompt = [1, 2, 3]
+    request = Request("r", prompt)
+    prompt.append(4)
+    assert request.token_ids == array("i", [1, 2, 3]) and request.num_prompt_tokens == 3
+    request.token_ids.append(9)
+    assert request.output_token_ids == array("i", [9])
+    assert request.prompt_token_ids == array("i", [1, 2, 3])
+
+
+@pytest.mark.parametrize("bad", [[-1], [2**31], ["a"], [1.5]])
+def test_request_errors(bad):
+    with pytest.raises(ValueError, match=r"prompt_token_ids must be ids in \[0, 2\*\*31\)"):
+        Request("r", bad)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("logprobs", 21),
+        ("stop", "text"),
+        ("stop", ("",)),
+    ],
+)
+def test_sampling_params_errors(field, value):
+    with pytest.raises(ValueError, match=f"SamplingParams: {field} must be"):
+        SamplingParams(**{field: value})
