@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from . import jit
+from . import jit, objects
 from .kda_prefill import VARIANTS
 
 
@@ -35,19 +35,19 @@ def build(arch: str, out: Path) -> Path:
     """Builds all variants for an arch into `out`/`arch`, which is replaced; returns that folder."""
     folder = out / arch
     shutil.rmtree(folder, ignore_errors=True)
-    objects = {}
+    entries = {}
     for i, variant in enumerate(VARIANTS, 1):
         print(f"[{i}/{len(VARIANTS)}] {variant.name} {arch} ...", flush=True)
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as dump:
-            entry = jit.build_object(variant, arch, folder, Path(dump))
+            entry = objects.build_object(variant, arch, folder, Path(dump))
         size = (folder / entry["file"]).stat().st_size
         took = time.perf_counter() - started
         print(f"    {entry['file']}: {size / 1024:.0f} KiB in {took:.1f} s", flush=True)
         _print_kernels(entry.get("kernels", {}))
-        objects[variant.name] = entry
-    jit.write_manifest(folder, arch, objects)
-    print(f"{folder}: {len(objects)} objects; use them with {jit.AOT_VARIABLE}={out.resolve()}")
+        entries[variant.name] = entry
+    objects.write_manifest(folder, arch, entries)
+    print(f"{folder}: {len(entries)} objects; use them with {jit.AOT_VARIABLE}={out.resolve()}")
     return folder
 
 

@@ -17,44 +17,24 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import importlib
-import importlib.metadata
 import importlib.util
-import json
 import os
 import shutil
-import subprocess
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from . import cubin
+from . import objects
 
-ROOM = Path(__file__).parent
-SHIPPED = ROOM / "aot"
+SHIPPED = objects.ROOM / "aot"
 AOT_VARIABLE = "TORCH_KDA_AOT"
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # compute capability to the arch that it runs
 BUILD_COMMAND = "python -m torch_kda.cute_kernels.build --arch {arch} --out DIR"
-# what these hold never gets into an object
-NOT_COMPILED = {"__init__.py", "build.py", "cubin.py", "jit.py", "kda_prefill.py"}
-MANIFEST = "manifest.json"
-OPTIONS = "--enable-tvm-ffi"
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One object: a host function and the facts that are fixed in it."""
-
-    name: str  # of the object file and of the function in it
-    builder: str  # "module.function" of this room: facts to (host function, fake arguments)
-    facts: tuple[tuple[str, Any], ...] = ()
 
 
 def device_arch(device: torch.device | int) -> str:
@@ -70,7 +50,7 @@ def device_arch(device: torch.device | int) -> str:
     return ARCHS[capability]
 
 
-def load(variant: Variant, arch: str) -> Callable[..., None]:
+def load(variant: objects.Variant, arch: str) -> Callable[..., None]:
     """The compiled host function, found or compiled; RuntimeError says what to do if it is not."""
     with _LOCK:
         key = (variant, arch)
@@ -80,18 +60,18 @@ def load(variant: Variant, arch: str) -> Callable[..., None]:
 
 
 _LOCK = threading.Lock()
-_LOADED: dict[tuple[Variant, str], Callable[..., None]] = {}
+_LOADED: dict[tuple[objects.Variant, str], Callable[..., None]] = {}
 
 
-def find(variant: Variant, arch: str) -> Path:
+def find(variant: objects.Variant, arch: str) -> Path:
     """The checked object of a variant; compiled if no place has it."""
     named = os.environ.get(AOT_VARIABLE)
     if named is not None:
         return _from_named(Path(named), variant, arch)
     shipped = SHIPPED / arch
-    if (shipped / MANIFEST).is_file():
-        if _manifest(shipped)["sources"] == source_hash():
-            return _checked(shipped, variant)
+    if (shipped / objects.MANIFEST).is_file():
+        if objects.read_manifest(shipped)["sources"] == objects.source_hash():
+            return objects.checked_object(shipped, variant)
         warnings.warn(
             f"torch-kda: objects in {shipped} were built from other sources and are not used; "
             f"remove the folder or rebuild it: {BUILD_COMMAND.format(arch=arch)}",
@@ -100,40 +80,42 @@ def find(variant: Variant, arch: str) -> Path:
     return _from_cache(variant, arch)
 
 
-def _from_named(folder: Path, variant: Variant, arch: str) -> Path:
+def _from_named(folder: Path, variant: objects.Variant, arch: str) -> Path:
     place = folder / arch
     cure = f"build it ({BUILD_COMMAND.format(arch=arch)}) or unset {AOT_VARIABLE}"
-    if not (place / MANIFEST).is_file():
-        raise RuntimeError(f"torch-kda: {AOT_VARIABLE}={folder} has no {arch}/{MANIFEST}; {cure}")
-    if _manifest(place)["sources"] != source_hash():
+    if not (place / objects.MANIFEST).is_file():
+        raise RuntimeError(
+            f"torch-kda: {AOT_VARIABLE}={folder} has no {arch}/{objects.MANIFEST}; {cure}"
+        )
+    if objects.read_manifest(place)["sources"] != objects.source_hash():
         raise RuntimeError(
             f"torch-kda: the objects in {place} ({AOT_VARIABLE}) were built from other sources "
             f"than these; {cure}"
         )
-    return _checked(place, variant)
+    return objects.checked_object(place, variant)
 
 
-def _from_cache(variant: Variant, arch: str) -> Path:
-    if _version("nvidia-cutlass-dsl") is None:
+def _from_cache(variant: objects.Variant, arch: str) -> Path:
+    if objects.package_version("nvidia-cutlass-dsl") is None:
         raise RuntimeError(
             f"torch-kda: no compiled {variant.name} for {arch}, and no CuTe DSL to compile it. "
             "pip install 'torch-kda[cuda]', or build objects elsewhere "
             f"({BUILD_COMMAND.format(arch=arch)}) and name their folder in {AOT_VARIABLE}."
         )
     folder = cache_root() / f"{variant.name}-{arch}-{_cache_key(variant, arch)}"
-    if not (folder / MANIFEST).is_file():
+    if not (folder / objects.MANIFEST).is_file():
         with _file_lock(folder.with_suffix(".lock")):
-            if not (folder / MANIFEST).is_file():
+            if not (folder / objects.MANIFEST).is_file():
                 _fill_cache(folder, variant, arch)
-    return _checked(folder, variant)
+    return objects.checked_object(folder, variant)
 
 
-def _fill_cache(folder: Path, variant: Variant, arch: str) -> None:
+def _fill_cache(folder: Path, variant: objects.Variant, arch: str) -> None:
     """Compiles into a folder beside and renames it, so that no one sees half of it."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{variant.name}-") as work:
         fresh = Path(work) / "fresh"
-        entry = build_object(variant, arch, fresh)
-        write_manifest(fresh, arch, {variant.name: entry})
+        entry = objects.build_object(variant, arch, fresh)
+        objects.write_manifest(fresh, arch, {variant.name: entry})
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
 
@@ -146,71 +128,9 @@ def cache_root() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "torch-kda"
 
 
-def _cache_key(variant: Variant, arch: str) -> str:
-    facts = [variant.builder, variant.facts, arch, source_hash(), versions()]
+def _cache_key(variant: objects.Variant, arch: str) -> str:
+    facts = [variant.builder, variant.facts, arch, objects.source_hash(), objects.versions()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-@functools.cache
-def source_hash() -> str:
-    """Over every file of this room that can change an object."""
-    digest = hashlib.sha256(OPTIONS.encode())
-    for path in sorted(ROOM.glob("*.py")):
-        if path.name not in NOT_COMPILED:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def versions() -> dict[str, str | None]:
-    """Of what an object is made with and runs on."""
-    names = {"cutlass_dsl": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
-    return {key: _version(package) for key, package in names.items()}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        if not {"sources", "objects"} <= manifest.keys():
-            raise ValueError("fields are missing")
-    except (ValueError, AttributeError) as error:
-        raise RuntimeError(
-            f"torch-kda: {path} is no manifest of ours ({error}); remove {folder}"
-        ) from error
-    return manifest
-
-
-def write_manifest(folder: Path, arch: str, objects: dict[str, dict[str, Any]]) -> None:
-    """States what a folder was built from; written last: a folder without it is unfinished."""
-    manifest = {"arch": arch, "sources": source_hash(), **versions(), "objects": objects}
-    part = folder / f".{MANIFEST}.part"
-    part.write_text(json.dumps(manifest, indent=1) + "\n")
-    part.replace(folder / MANIFEST)
-
-
-def _checked(folder: Path, variant: Variant) -> Path:
-    """The object of a variant in a folder with a manifest; its bytes are what was written."""
-    entry = _manifest(folder)["objects"].get(variant.name)
-    if entry is None:
-        raise RuntimeError(f"torch-kda: {folder} has no object {variant.name}; rebuild the folder")
-    path = folder / entry["file"]
-    # a damaged library can end the process when it is opened: it must not come that far
-    if not path.is_file() or _hash(path) != entry["sha256"]:
-        raise RuntimeError(
-            f"torch-kda: {path} is missing or damaged; remove {folder} or rebuild it"
-        )
-    return path
-
-
-def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @contextmanager
@@ -227,60 +147,6 @@ def _file_lock(path: Path) -> Iterator[None]:
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def build_object(
-    variant: Variant, arch: str, folder: Path, dump: Path | None = None
-) -> dict[str, Any]:
-    """Compiles a variant into `folder`, without a GPU, and returns its manifest entry.
-
-    With an empty folder `dump` for cubin and PTX, the entry tells what each kernel takes.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    compiled = compile_variant(variant, arch, dump)
-    path = folder / f"{variant.name}.o"
-    compiled.export_to_c(str(path), function_name=variant.name)
-    if _linker() is not None:
-        path = _link(path)
-    entry = {"file": path.name, "sha256": _hash(path), "facts": dict(variant.facts)}
-    if dump is not None and cubin.find_tool("cuobjdump") is not None:
-        (binary,) = dump.glob("*.cubin")
-        found = cubin.resources(binary, compiled)
-        entry["kernels"] = {name: use.asdict() for name, use in found.items()}
-    return entry
-
-
-def compile_variant(variant: Variant, arch: str, dump: Path | None = None) -> Any:
-    """What `cute.compile` returns for a variant; cubin and PTX go to `dump`."""
-    import cutlass.cute as cute
-
-    module, function = variant.builder.split(".")
-    build = getattr(importlib.import_module(f".{module}", __package__), function)
-    host, arguments = build(**dict(variant.facts))
-    options = f"{OPTIONS} --gpu-arch {arch}"
-    if dump is not None:
-        dump.mkdir(parents=True, exist_ok=True)
-        options += f" --keep-cubin --keep-ptx --dump-dir {dump}"
-    return cute.compile(host, *arguments, options=options)
-
-
-@functools.cache
-def _linker() -> str | None:
-    return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
-
-
-def _link(path: Path) -> Path:
-    """Object file to shared library; what it calls in tvm-ffi and the runtime is found at load."""
-    library = path.with_suffix(".so")
-    done = subprocess.run(
-        [_linker() or "cc", "-shared", "-o", str(library), str(path)],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"torch-kda: linking {library} failed: {done.stderr.strip()}")
-    path.unlink()
-    return library
 
 
 def _open(path: Path, name: str) -> Callable[..., None]:

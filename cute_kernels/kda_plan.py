@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, range_constexpr
 from cutlass.memory import SmemAllocator
 
-TILE = 16  # tokens a tile
+from .kda_record import TILE
+
 MAX_SEQUENCES = 4096
 # of lengths: two for each power of two of tiles, so lengths in a class differ by less than 1.5x
 NUM_CLASSES = 32

@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import jit
+from . import jit, objects
+from .kda_record import RECORD_BYTES, TILE
 from .tiles import choose_scan_tile
 
-TILE = 16  # tokens
-RECORD_BYTES = 13312  # what prepare hands to the scan, for each tile and value head
 MAX_SEQUENCES = 4096
 GATES = ("bounded", "softplus")
 STAGES = {"plan": 1, "prepare": 2, "scan": 4}  # bits of what a call launches
 
-PLAN = jit.Variant("kda_plan", "kda_host.plan")
+PLAN = objects.Variant("kda_plan", "kda_host.plan")
 PREFILL = {
-    gate: jit.Variant(f"kda_prefill_{gate}", "kda_host.prefill", (("gate", gate),))
+    gate: objects.Variant(f"kda_prefill_{gate}", "kda_host.prefill", (("gate", gate),))
     for gate in GATES
 }
 VARIANTS = (PLAN, *PREFILL.values())
@@ -178,7 +177,7 @@ class _Device:
 _DEVICES: dict[int, _Device] = {}
 
 
-def _function(variant: jit.Variant, index: int) -> Callable[..., None]:
+def _function(variant: objects.Variant, index: int) -> Callable[..., None]:
     """The host function of a variant, its kernels on the device."""
     here = _DEVICES.get(index)
     if here is not None:
@@ -188,7 +187,7 @@ def _function(variant: jit.Variant, index: int) -> Callable[..., None]:
     return _load(variant, index)
 
 
-def _load(variant: jit.Variant, index: int) -> Callable[..., None]:
+def _load(variant: objects.Variant, index: int) -> Callable[..., None]:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"torch-kda: {variant.name} is not on the device yet, and nothing can be loaded while "
@@ -212,7 +211,7 @@ def _make_device(index: int) -> _Device:
 
 
 def _empty_arguments(
-    variant: jit.Variant, device: torch.device
+    variant: objects.Variant, device: torch.device
 ) -> tuple[Tensor | float | int, ...]:
     """A call of no tokens."""
     ints = torch.zeros(2, dtype=torch.int32, device=device)

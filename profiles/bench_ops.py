@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..cute_kernels import jit, kda_prefill
+from ..cute_kernels import jit, kda_prefill, objects
 from . import kda_stages
 from .kda_cells import (
     CELLS,
@@ -214,7 +214,7 @@ def metadata(
 ) -> dict[str, str | float | None]:
     """What a number depends on."""
     arch = jit.device_arch(device)
-    manifest = jit.find(kda_prefill.PLAN, arch).parent / jit.MANIFEST
+    manifest = jit.find(kda_prefill.PLAN, arch).parent / objects.MANIFEST
     return {
         "gpu": torch.cuda.get_device_name(device),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),

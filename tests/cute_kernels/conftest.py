@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch_kda.cute_kernels import cubin, jit
+from torch_kda.cute_kernels import cubin, objects
 from torch_kda.cute_kernels.kda_prefill import VARIANTS
 
 
@@ -27,8 +27,8 @@ class Built:
         return self.out / self.arch
 
 
-@pytest.fixture(scope="session")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+@pytest.fixture(scope="session", name="objects")
+def _objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
     """Builds all variants for an arch at first use."""
     pytest.importorskip("cutlass", reason="the CuTe DSL compiles the kernels")
 
@@ -38,11 +38,11 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
         entries, opcodes, ptx = {}, {}, {}
         for variant in VARIANTS:
             dump = tmp_path_factory.mktemp(variant.name)
-            entries[variant.name] = jit.build_object(variant, arch, out / arch, dump)
+            entries[variant.name] = objects.build_object(variant, arch, out / arch, dump)
             (binary,) = dump.glob("*.cubin")
             opcodes[variant.name] = cubin.opcodes(binary)
             (ptx[variant.name],) = dump.glob("*.ptx")
-        jit.write_manifest(out / arch, arch, entries)
+        objects.write_manifest(out / arch, arch, entries)
         return Built(arch, out, entries, opcodes, ptx)
 
     return build

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch_kda.cute_kernels import build, jit
+from torch_kda.cute_kernels import build, jit, objects
 from torch_kda.cute_kernels.kda_prefill import PLAN
 
 
@@ -18,10 +18,10 @@ def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> 
     text = capsys.readouterr().out
     for arch in ("sm_90a", "sm_100a"):
         folder = tmp_path / arch
-        assert sorted(path.name for path in folder.iterdir()) == ["kda_plan.so", jit.MANIFEST]
-        manifest = json.loads((folder / jit.MANIFEST).read_text())
-        assert manifest["arch"] == arch and manifest["sources"] == jit.source_hash()
-        assert manifest["cutlass_dsl"] == jit.versions()["cutlass_dsl"] is not None
+        assert sorted(path.name for path in folder.iterdir()) == ["kda_plan.so", objects.MANIFEST]
+        manifest = json.loads((folder / objects.MANIFEST).read_text())
+        assert manifest["arch"] == arch and manifest["sources"] == objects.source_hash()
+        assert manifest["cutlass_dsl"] == objects.versions()["cutlass_dsl"] is not None
         assert f"kda_plan {arch}" in text
         monkeypatch.setenv(jit.AOT_VARIABLE, str(tmp_path))
         assert jit.find(PLAN, arch) == folder / "kda_plan.so"

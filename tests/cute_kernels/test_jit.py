@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch_kda.cute_kernels import jit
+from torch_kda.cute_kernels import jit, objects
 from torch_kda.cute_kernels.kda_prefill import PLAN, VARIANTS
 from torch_kda.tests.cute_kernels.conftest import Built
 
@@ -38,9 +38,9 @@ def copy(built: Built, out: Path, change: Callable[[dict[str, Any]], object] = i
     folder.mkdir(parents=True)
     for path in built.folder.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    manifest = json.loads((folder / jit.MANIFEST).read_text())
+    manifest = json.loads((folder / objects.MANIFEST).read_text())
     change(manifest)
-    (folder / jit.MANIFEST).write_text(json.dumps(manifest))
+    (folder / objects.MANIFEST).write_text(json.dumps(manifest))
     return folder
 
 
@@ -55,7 +55,7 @@ def assert_is_plan(function: Callable[..., None]) -> None:
 
 
 def test_find_named(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "compile_variant", refuse)
+    monkeypatch.setattr(objects, "compile_variant", refuse)
     monkeypatch.setenv(jit.AOT_VARIABLE, str(built.out))
     for variant in VARIANTS:
         assert jit.find(variant, ARCH) == built.folder / f"{variant.name}.so"
@@ -90,7 +90,7 @@ def test_find_named_refuses(
     message: str,
 ) -> None:
     copy(built, tmp_path / "aot", change)
-    monkeypatch.setattr(jit, "compile_variant", refuse)
+    monkeypatch.setattr(objects, "compile_variant", refuse)
     monkeypatch.setenv(jit.AOT_VARIABLE, str(tmp_path / "aot"))
     with pytest.raises(RuntimeError, match=message):
         jit.find(PLAN, ARCH)
@@ -114,7 +114,7 @@ def test_load_no_library(built: Built, tmp_path: Path, content: bytes) -> None:
 
 def test_find_shipped(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copy(built, jit.SHIPPED)
-    monkeypatch.setattr(jit, "compile_variant", refuse)
+    monkeypatch.setattr(objects, "compile_variant", refuse)
     assert jit.find(PLAN, ARCH).parent == folder
 
 
@@ -129,7 +129,7 @@ def test_find_cached(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     path = jit.find(PLAN, ARCH)
     assert path.is_relative_to(jit.cache_root()) and path.suffix == ".so"
     assert_is_plan(jit.load(PLAN, ARCH))
-    monkeypatch.setattr(jit, "compile_variant", refuse)
+    monkeypatch.setattr(objects, "compile_variant", refuse)
     assert jit.find(PLAN, ARCH) == path
     # nothing unfinished is left behind
     assert [p for p in jit.cache_root().iterdir() if p.name.startswith(".")] == []
@@ -141,32 +141,32 @@ def test_find_cached(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["source_hash", "versions"])
 def test_cache_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = jit._cache_key(PLAN, ARCH)
-    monkeypatch.setattr(jit, name, lambda: "another")
+    monkeypatch.setattr(objects, name, lambda: "another")
     assert jit._cache_key(PLAN, ARCH) != before
     assert jit._cache_key(PLAN, "sm_100a") != jit._cache_key(PLAN, ARCH)
 
 
 def test_source_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A change of a kernel changes it; a change of what only launches does not."""
-    for path in jit.ROOM.glob("*.py"):
+    for path in objects.ROOM.glob("*.py"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(jit, "ROOM", tmp_path)
-    take = jit.source_hash.__wrapped__
-    assert take() == jit.source_hash()
+    monkeypatch.setattr(objects, "ROOM", tmp_path)
+    take = objects.source_hash.__wrapped__
+    assert take() == objects.source_hash()
     (tmp_path / "kda_prefill.py").write_text("")
-    assert take() == jit.source_hash()
+    assert take() == objects.source_hash()
     (tmp_path / "kda_plan.py").write_text("")
-    assert take() != jit.source_hash()
+    assert take() != objects.source_hash()
 
 
 def test_find_without_linker(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "_linker", lambda: None)
+    monkeypatch.setattr(objects, "_linker", lambda: None)
     assert jit.find(PLAN, ARCH).suffix == ".o"
     assert_is_plan(jit.load(PLAN, ARCH))
 
 
 def test_find_without_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "_version", lambda _: None)
+    monkeypatch.setattr(objects, "package_version", lambda _: None)
     with pytest.raises(RuntimeError, match=r"no CuTe DSL .*pip install .*or build objects"):
         jit.find(PLAN, ARCH)
 
@@ -185,13 +185,13 @@ def test_find_cache_place(
 
 
 COMPILE_AND_TELL = """
-from torch_kda.cute_kernels import jit
+from torch_kda.cute_kernels import jit, objects
 from torch_kda.cute_kernels.kda_prefill import PLAN
-inner = jit.build_object
+inner = objects.build_object
 def tell(*args):
     print("compiled")
     return inner(*args)
-jit.build_object = tell
+objects.build_object = tell
 jit.load(PLAN, "sm_90a")
 """
 

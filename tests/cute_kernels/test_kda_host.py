@@ -13,10 +13,17 @@ REGISTERS_AN_SM = 65536
 SCANS = [f"kda_scan_v{tile.rows}" for tile, _ in SCAN_TILES]
 
 # what a kernel must be made of: an instruction that starts so, and how many at least
+PLAN = {"MATCH": 1, "POPC": 1, "STG.E.128": 1, "STG.E.64": 1}
+PREPARE = {"HMMA.16816.F32.BF16": 8, "LDSM": 4, "UBLKCP": 1, "MUFU.EX2": 16}
+SCAN = {"UBLKCP": 1, "SYNCS": 2, "STG.E.128": 4, "F2FP.BF16.F32.PACK_AB": 8}
 MEANT = {
-    "kda_plan": {"MATCH": 1, "POPC": 1, "STG.E.128": 1, "STG.E.64": 1},
-    "kda_prepare": {"HMMA.16816.F32.BF16": 8, "LDSM": 4, "UBLKCP": 1, "MUFU.EX2": 16},
-    "kda_scan": {"HMMA.16816.F32.BF16": 16, "LDSM": 8, "UBLKCP": 1, "SYNCS": 2, "LDGSTS": 1},
+    "sm_90a": {"kda_plan": PLAN, "kda_prepare": PREPARE, "kda_scan": SCAN | {"HGMMA.64x": 8}},
+    # wgmma is Hopper's alone
+    "sm_100a": {
+        "kda_plan": PLAN,
+        "kda_prepare": PREPARE,
+        "kda_scan": SCAN | {"HMMA.16816.F32.BF16": 16, "LDSM": 8},
+    },
 }
 
 
@@ -65,12 +72,12 @@ def test_fits_an_sm(built: Built) -> None:
 
 
 def test_instructions(built: Built) -> None:
-    checked = set()
+    checked, meant = set(), MEANT[built.arch]
     for name, per_kernel in built.opcodes.items():
         for kernel, found in per_kernel.items():
-            kind = next(kind for kind in MEANT if kernel.startswith(kind))
+            kind = next(kind for kind in meant if kernel.startswith(kind))
             checked.add(kind)
-            for start, least in MEANT[kind].items():
+            for start, least in meant[kind].items():
                 count = sum(n for op, n in found.items() if op.startswith(start))
                 assert count >= least, f"{name} {kernel}: {count} {start}, meant {least}"
-    assert checked == set(MEANT)
+    assert checked == set(meant)

@@ -165,13 +165,12 @@ def test_workspace_bytes(T: int, N: int, HV: int) -> None:
 
 
 def test_constants() -> None:
-    """Written twice, because this side runs without the DSL."""
+    """Written twice, because this side runs without the DSL, and the ops without the kernels."""
     pytest.importorskip("cutlass")
-    from torch_kda.cute_kernels import kda_plan, kda_prepare, kda_scan
+    from torch_kda.cute_kernels import kda_plan
     from torch_kda.ops.reference import CHUNK
 
-    assert kda_prefill.TILE == kda_plan.TILE == kda_prepare.TILE == kda_scan.TILE == CHUNK
-    assert kda_prefill.RECORD_BYTES == kda_prepare.RECORD_BYTES == kda_scan.RECORD_BYTES
+    assert kda_prefill.TILE == CHUNK
     assert kda_prefill.MAX_SEQUENCES == kda_plan.MAX_SEQUENCES == kda.MAX_SEQUENCES
 
 
