@@ -1,0 +1,238 @@
+"""Mixture of experts around two grouped products, with all counts on the device.
+
+Choices (a row and one of its experts) are laid out by expert, in the order in which they come. Few
+choices for each expert: kernels of ours, whose tiles hold 16 choices, so that the time is that of
+reading the weights. Many: torch's grouped matmul. A row's bits don't depend on the other rows as
+long as the call takes the same way.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportReturnType=false
+# The checker reads kernels as plain Python, and does not know a launch.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .functions import sigmoid
+from .latents import num_processors
+
+FEW_CHOICES = 8  # for each expert on average
+TILE = 16  # choices of one expert that are multiplied at once
+BLOCK = 1024
+
+
+def moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    few_choices: int = FEW_CHOICES,
+    tile: tuple[int, int, int, int, int] = (64, 128, 4, 3, 2),
+) -> Tensor:
+    """`ops.moe.moe`; tile: columns, depth, warps, stages, programs on a processor."""
+    (M, dim), E, k = x.shape, w2.shape[0], topk_ids.shape[1]
+    y = x.new_empty(M, dim)
+    if y.numel() == 0:
+        return y
+    if k == 0:
+        return y.zero_()
+    place, token, ends = _route(topk_ids, E)
+    if M * k <= few_choices * E:
+        hidden = _few(x, w13, token, ends, tile, is_swiglu=True)
+        expert_y = _few(hidden, w2, None, ends, tile, is_swiglu=False)
+    else:
+        hidden = _many(x, w13, place, ends)
+        expert_y = torch._grouped_mm(hidden, w2.mT, offs=ends)
+    _combine_kernel[(M, triton.cdiv(dim, BLOCK))](
+        *(expert_y, place, topk_weights, y, dim), CHOICES=k, BLOCK=BLOCK, num_warps=4
+    )
+    return y
+
+
+def _route(topk_ids: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Place of each choice (-1: an expert that does not exist), row at each place, ends [E]."""
+    num_choices = topk_ids.numel()
+    place = topk_ids.new_empty(num_choices, dtype=torch.int32)
+    token = topk_ids.new_empty(num_choices, dtype=torch.int32)
+    ends = topk_ids.new_empty(E, dtype=torch.int32)
+    _route_kernel[(E + 1,)](
+        *(topk_ids, place, token, ends, num_choices, topk_ids.shape[1], E),
+        BLOCK=512 if num_choices <= 512 else 4096,
+        num_warps=8,
+    )
+    return place, token, ends
+
+
+def _many(x: Tensor, w13: Tensor, place: Tensor, ends: Tensor) -> Tensor:
+    """SwiGLU of all choices, by a grouped matmul over rows that were copied to their places."""
+    (M, dim), num_choices, F = x.shape, place.shape[0], w13.shape[1] // 2
+    rows = x.new_empty(num_choices, dim)
+    _spread_kernel[(M, triton.cdiv(dim, BLOCK))](
+        *(x, place, rows, dim), CHOICES=num_choices // M, BLOCK=BLOCK, num_warps=4
+    )
+    both = torch._grouped_mm(rows, w13.mT, offs=ends)
+    hidden = x.new_empty(num_choices, F)
+    _swiglu_kernel[(num_choices, triton.cdiv(F, BLOCK))](
+        *(both, hidden, ends, ends.shape[0], F), BLOCK=BLOCK, num_warps=4
+    )
+    return hidden
+
+
+def _few(
+    x: Tensor,
+    weight: Tensor,
+    token: Tensor | None,
+    ends: Tensor,
+    tile: tuple[int, int, int, int, int],
+    *,
+    is_swiglu: bool,
+) -> Tensor:
+    """x weight[e]^T for the choices of each expert e; `token` finds their rows of x, if given."""
+    E, columns, depth = weight.shape
+    columns = columns // 2 if is_swiglu else columns
+    num_choices = token.shape[0] if token is not None else x.shape[0]
+    out = x.new_empty(num_choices, columns)
+    block_n, block_k, num_warps, num_stages, programs = tile
+    _few_kernel[(num_processors(x.device) * programs,)](
+        *(x, weight, ends if token is None else token, ends, out, columns, depth),
+        E=E,
+        BLOCK_E=triton.next_power_of_2(E),
+        HAS_TOKENS=token is not None,
+        IS_SWIGLU=is_swiglu,
+        TILE=TILE,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        STAGES=num_stages,
+        num_warps=num_warps,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_choices", "k", "E"])
+def _route_kernel(topk_ids, place, token, ends, num_choices, k, E, BLOCK: tl.constexpr):
+    """Program e places the choices of expert e, after those of all before it."""
+    e = tl.program_id(0)
+    begin, count = 0, 0
+    for first in range(0, num_choices, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        expert = tl.load(topk_ids + i, mask=i < num_choices, other=-1)
+        begin += tl.sum(((expert >= 0) & (expert < e)).to(tl.int32), axis=0)
+    for first in range(0, num_choices, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        expert = tl.load(topk_ids + i, mask=i < num_choices, other=-1)
+        if e < E:
+            is_ours = (expert == e).to(tl.int32)
+            at = begin + count + tl.cumsum(is_ours, axis=0) - is_ours
+            tl.store(place + i, at, mask=is_ours > 0)
+            tl.store(token + at, i // k, mask=is_ours > 0)
+            count += tl.sum(is_ours, axis=0)
+        else:
+            is_none = (expert < 0) | (expert >= E)
+            tl.store(place + i, -1 + 0 * i, mask=is_none & (i < num_choices))
+    if e < E:
+        tl.store(ends + e, begin + count)
+
+
+@triton.jit
+def _spread_kernel(x, place, rows, dim, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    """Row m of x to the places of its choices."""
+    m = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + m * dim + column, mask=column < dim, other=0.0)
+    for j in tl.static_range(CHOICES):
+        at = tl.load(place + m * CHOICES + j).to(tl.int64)
+        tl.store(rows + at * dim + column, value, mask=(column < dim) & (at >= 0))
+
+
+@triton.jit(do_not_specialize=["E"])
+def _swiglu_kernel(both, hidden, ends, E, F, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (column < F) & (row < tl.load(ends + E - 1))
+    gate = tl.load(both + row * (2 * F) + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(both + row * (2 * F) + F + column, mask=mask, other=0.0).to(tl.float32)
+    value = gate * sigmoid(gate) * up
+    tl.store(hidden + row * F + column, value.to(hidden.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _combine_kernel(
+    expert_y, place, topk_weights, y, dim, CHOICES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Adds the choices of a row in their order: no atomics, always the same bits."""
+    m = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for j in tl.static_range(CHOICES):
+        at = tl.load(place + m * CHOICES + j).to(tl.int64)
+        weight = tl.load(topk_weights + m * CHOICES + j)
+        mask = (column < dim) & (at >= 0)
+        value = tl.load(expert_y + at * dim + column, mask=mask, other=0.0).to(tl.float32)
+        total += tl.where(at >= 0, weight, 0.0) * value
+    tl.store(y + m * dim + column, total.to(y.dtype.element_ty), mask=column < dim)
+
+
+@triton.jit
+def _few_kernel(
+    x,
+    weight,
+    token,
+    ends,
+    out,
+    columns,
+    depth,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    IS_SWIGLU: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile of choices of an expert times a block of its weights, dealt to all programs.
+
+    The weights are the left operand: a tensor core wants 64 rows there, but takes 16 columns.
+    """
+    e = tl.arange(0, BLOCK_E)
+    end = tl.load(ends + e, mask=e < E, other=0)
+    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)
+    tiles = tl.where(e < E, (end - begin + TILE - 1) // TILE, 0)
+    tile_ends = tl.cumsum(tiles, axis=0)
+    num_blocks = tl.cdiv(columns, BLOCK_N)
+    lane_k = tl.arange(0, BLOCK_K)
+    for item in range(tl.program_id(0), tl.sum(tiles, axis=0) * num_blocks, tl.num_programs(0)):
+        tile, block = item // num_blocks, item % num_blocks
+        expert = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
+        tile -= tl.sum(tl.where(e < expert, tiles, 0), axis=0)
+        first = tl.sum(tl.where(e == expert, begin, 0), axis=0)
+        last = tl.sum(tl.where(e == expert, end, 0), axis=0)
+        choice = first + tile * TILE + tl.arange(0, TILE)
+        is_choice = choice < last
+        row = tl.load(token + choice, mask=is_choice, other=0) if HAS_TOKENS else choice
+        column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        x_at = x + row.to(tl.int64)[None, :] * depth
+        rows = 2 * columns if IS_SWIGLU else columns
+        w_at = weight + expert.to(tl.int64) * rows * depth + column[:, None] * depth
+        acc = tl.full((BLOCK_N, TILE), 0.0, tl.float32)
+        up = tl.full((BLOCK_N, TILE), 0.0, tl.float32)
+        for k0 in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+            k = k0 + lane_k
+            is_weight = (column < columns)[:, None] & (k < depth)[None, :]
+            value = tl.load(
+                x_at + k[:, None], mask=is_choice[None, :] & (k < depth)[:, None], other=0.0
+            )
+            w = tl.load(w_at + k[None, :], mask=is_weight, other=0.0)
+            acc = tl.dot(w, value, acc=acc, input_precision="ieee")
+            if IS_SWIGLU:
+                w = tl.load(w_at + columns * depth + k[None, :], mask=is_weight, other=0.0)
+                up = tl.dot(w, value, acc=up, input_precision="ieee")
+        if IS_SWIGLU:
+            acc = acc * sigmoid(acc) * up
+        to = out + choice.to(tl.int64)[None, :] * columns + column[:, None]
+        mask = (column < columns)[:, None] & is_choice[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=mask)

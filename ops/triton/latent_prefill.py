@@ -1,0 +1,526 @@
+"""Prefill of latent attention over the paged cache.
+
+A sequence takes one of two ways, chosen by its own lengths alone so that its bits don't depend on
+the batch. Wide: its latents are expanded to keys and values in a workspace, by one product, and
+each head attends to those. Short, with few rows or a context far longer than its rows: each head
+attends to the latents themselves, with W_uk absorbed into its queries and W_uv applied to its
+result; 3.4 times the arithmetic of wide attention, but nothing is expanded.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportReturnType=false
+# The checker reads kernels as plain Python, and does not know a launch.
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .latents import attend, block_dim, num_processors
+from .search import first_above
+
+MIN_ROWS = 128  # of a wide sequence; expanding a token costs as much as 170 rows gain on it
+MAX_RATIO = 16  # tokens in the cache for each row of a wide sequence: bounds the workspace
+WIDE_ROWS, WIDE_TOKENS = 128, 64  # tile of queries and of keys
+SHORT_ROWS, SHORT_TOKENS = 64, 64
+PIECE = 64  # of a head's key or value channels
+PACK_ROWS = 64
+KV_BYTES = 1 << 30  # keys and values at a time; above it heads go in groups
+PLAN_HEAD = 4  # numbers before the lists of a plan: wide tokens, wide tiles, short tiles
+
+
+def mla_prefill(
+    q: Tensor,
+    kv_pool: Tensor,
+    kv_b_weight: Tensor,
+    cu_seqlens: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    v_head_dim: int,
+    min_rows: int = MIN_ROWS,
+    wide: tuple[int, int, int, int] = (WIDE_ROWS, WIDE_TOKENS, 8, 3),
+    short: tuple[int, int, int, int] = (SHORT_ROWS, SHORT_TOKENS, 8, 2),
+) -> Tensor:
+    """`ops.attention.mla_prefill`; wide and short: rows, tokens, warps, stages of a tile."""
+    T, heads = q.shape[:2]
+    R, N = kv_b_weight.shape[1], seq_lens.shape[0]
+    out = q.new_zeros(T, heads, v_head_dim)
+    if out.numel() == 0 or N == 0:
+        return out
+    plan = _make_plan(cu_seqlens, seq_lens, T, min_rows, wide[0], short[0])
+    shape = {
+        "HEADS": heads,
+        "R": R,
+        "P": kv_pool.shape[2] - R,
+        "K": q.shape[2] - (kv_pool.shape[2] - R),
+        "V": v_head_dim,
+        "BLOCK_K": block_dim(q.shape[2] - (kv_pool.shape[2] - R)),
+        "BLOCK_P": block_dim(kv_pool.shape[2] - R),
+        "BLOCK_V": block_dim(v_head_dim),
+    }
+    scale_log2 = scale * math.log2(math.e)
+    sequences = (cu_seqlens, seq_lens, plan.numbers)
+    if min_rows <= T:
+        packed = _pack(kv_pool, block_table, plan, T)
+        group = _heads_at_once(packed.shape[0], heads, shape["K"] + v_head_dim)
+        for first in range(0, heads, group):
+            rows = slice(
+                first * (shape["K"] + v_head_dim), (first + group) * (shape["K"] + v_head_dim)
+            )
+            kv = _expand(packed[:, :R], kv_b_weight[rows], plan.numbers)
+            _wide_kernel[(plan.num_wide * group,)](
+                *(q, packed, kv, out, *sequences, plan.wide_tiles, q.stride(0), plan.num_wide),
+                *(first, kv.shape[1], scale_log2),
+                PLAN_HEAD=PLAN_HEAD,
+                BLOCK_ROWS=wide[0],
+                BLOCK_N=wide[1],
+                STAGES=wide[3],
+                num_warps=wide[2],
+                **shape,
+            )
+    _short_kernel[(num_processors(q.device),)](
+        *(q, kv_pool, kv_b_weight, block_table, out, *sequences, plan.short_tiles, q.stride(0)),
+        *(block_table.shape[1], scale_log2),
+        BLOCK_R=block_dim(R),
+        BLOCK_SIZE=kv_pool.shape[1],
+        BLOCK_ROWS=short[0],
+        BLOCK_N=short[1],
+        PIECE=min(PIECE, shape["BLOCK_K"], shape["BLOCK_V"]),
+        STAGES=short[3],
+        num_warps=short[2],
+        **shape,
+    )
+    return out
+
+
+class _Plan(NamedTuple):
+    numbers: Tensor  # [PLAN_HEAD + N + 1 + 2 * (num_wide + num_short)] int32, on the device
+    num_wide: int  # room for tiles of queries; how many there are is in the numbers
+    wide_tiles: int  # where the tables of tiles begin
+    short_tiles: int
+
+
+def _make_plan(
+    cu_seqlens: Tensor, seq_lens: Tensor, T: int, min_rows: int, wide_rows: int, short_rows: int
+) -> _Plan:
+    """Wide and short sequences, where the tokens of wide ones lie, and tiles of (sequence, row)."""
+    N = seq_lens.shape[0]
+    num_wide, num_short = T // wide_rows + T // min_rows, T // short_rows + N
+    wide_tiles = PLAN_HEAD + N + 1
+    short_tiles = wide_tiles + 2 * num_wide
+    numbers = cu_seqlens.new_empty(short_tiles + 2 * num_short)
+    _plan_kernel[(N,)](
+        *(cu_seqlens, seq_lens, numbers, N, wide_tiles, short_tiles),
+        MIN_ROWS=min_rows,
+        MAX_RATIO=MAX_RATIO,
+        WIDE_ROWS=wide_rows,
+        SHORT_ROWS=short_rows,
+        PLAN_HEAD=PLAN_HEAD,
+        BLOCK=128,
+        num_warps=4,
+    )
+    return _Plan(numbers, num_wide, wide_tiles, short_tiles)
+
+
+def _pack(kv_pool: Tensor, block_table: Tensor, plan: _Plan, T: int) -> Tensor:
+    """The latents of all wide sequences, one after the other; rows past them: anything."""
+    packed = kv_pool.new_empty(MAX_RATIO * T, kv_pool.shape[2])
+    _pack_kernel[(triton.cdiv(packed.shape[0], PACK_ROWS),)](
+        *(kv_pool, block_table, plan.numbers, packed, block_table.shape[0], block_table.shape[1]),
+        W=kv_pool.shape[2],
+        BLOCK_W=triton.next_power_of_2(kv_pool.shape[2]),
+        BLOCK_SIZE=kv_pool.shape[1],
+        BLOCK_ROWS=PACK_ROWS,
+        PLAN_HEAD=PLAN_HEAD,
+        num_warps=8,
+    )
+    return packed
+
+
+def _heads_at_once(tokens: int, heads: int, width: int) -> int:
+    group = heads
+    while group % 2 == 0 and 2 * tokens * group * width > KV_BYTES:
+        group //= 2
+    return group
+
+
+def _expand(latent: Tensor, weight: Tensor, numbers: Tensor) -> Tensor:
+    """latent weight^T; only as many rows as the plan says are computed."""
+    return torch._grouped_mm(latent, weight[None].mT, offs=numbers[:1])
+
+
+@triton.jit
+def _counts(
+    cu_seqlens,
+    seq_lens,
+    n,
+    mask,
+    MIN_ROWS: tl.constexpr,
+    MAX_RATIO: tl.constexpr,
+    WIDE_ROWS: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
+):
+    """Of sequence n: tokens to expand, wide tiles, short tiles."""
+    begin = tl.load(cu_seqlens + n, mask=mask, other=0)
+    rows = tl.load(cu_seqlens + n + 1, mask=mask, other=0) - begin
+    tokens = tl.load(seq_lens + n, mask=mask, other=0)
+    is_wide = (rows >= MIN_ROWS) & (tokens <= MAX_RATIO * rows)
+    expanded = tl.where(is_wide, tokens, 0)
+    wide = tl.where(is_wide, (rows + WIDE_ROWS - 1) // WIDE_ROWS, 0)
+    short = tl.where(is_wide, 0, (rows + SHORT_ROWS - 1) // SHORT_ROWS)
+    return expanded, wide, short
+
+
+@triton.jit(do_not_specialize=["N", "wide_tiles", "short_tiles"])
+def _plan_kernel(
+    cu_seqlens,
+    seq_lens,
+    numbers,
+    N,
+    wide_tiles,
+    short_tiles,
+    MIN_ROWS: tl.constexpr,
+    MAX_RATIO: tl.constexpr,
+    WIDE_ROWS: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
+    PLAN_HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program n counts what comes before its sequence and writes what belongs to it."""
+    n = tl.program_id(0)
+    expanded, wide, short = 0, 0, 0
+    for first in range(0, n, BLOCK):
+        m = first + tl.arange(0, BLOCK)
+        e, w, s = _counts(
+            cu_seqlens, seq_lens, m, m < n, MIN_ROWS, MAX_RATIO, WIDE_ROWS, SHORT_ROWS
+        )
+        expanded += tl.sum(e, axis=0)
+        wide += tl.sum(w, axis=0)
+        short += tl.sum(s, axis=0)
+    e, w, s = _counts(cu_seqlens, seq_lens, n, True, MIN_ROWS, MAX_RATIO, WIDE_ROWS, SHORT_ROWS)
+    tl.store(numbers + PLAN_HEAD + n, expanded)
+    if n == N - 1:
+        tl.store(numbers, expanded + e)
+        tl.store(numbers + 1, wide + w)
+        tl.store(numbers + 2, short + s)
+        tl.store(numbers + PLAN_HEAD + N, expanded + e)
+    # the last rows first: they see the most
+    _write_tiles(numbers + wide_tiles + 2 * wide, n, w, WIDE_ROWS, BLOCK)
+    _write_tiles(numbers + short_tiles + 2 * short, n, s, SHORT_ROWS, BLOCK)
+
+
+@triton.jit
+def _write_tiles(table, n, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    for first in range(0, count, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(table + 2 * i, n + 0 * i, mask=i < count)
+        tl.store(table + 2 * i + 1, (count - 1 - i) * ROWS, mask=i < count)
+
+
+@triton.jit(do_not_specialize=["N", "max_blocks"])
+def _pack_kernel(
+    kv_pool,
+    block_table,
+    numbers,
+    packed,
+    N,
+    max_blocks,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    PLAN_HEAD: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first = tl.program_id(0) * BLOCK_ROWS
+    end = tl.minimum(first + BLOCK_ROWS, tl.load(numbers))
+    w = tl.arange(0, BLOCK_W)[None, :]
+    starts = numbers + PLAN_HEAD
+    if first < end:
+        n = first_above(starts, N + 1, first) - 1
+        start = tl.load(starts + n)
+        while start < end:
+            stop = tl.load(starts + n + 1)
+            is_row = (row >= start) & (row < stop)
+            token = row - start
+            at = block_table + n.to(tl.int64) * max_blocks + token // BLOCK_SIZE
+            block = tl.load(at, mask=is_row, other=0).to(tl.int64)
+            place = block * BLOCK_SIZE + token % BLOCK_SIZE
+            mask = is_row[:, None] & (w < W)
+            value = tl.load(kv_pool + place[:, None] * W + w, mask=mask)
+            tl.store(packed + row.to(tl.int64)[:, None] * W + w, value, mask=mask)
+            n += 1
+            start = stop
+
+
+@triton.jit(do_not_specialize=["wide_tiles", "num_tiles", "first_head"])
+def _wide_kernel(
+    q,
+    packed,
+    kv,
+    out,
+    cu_seqlens,
+    seq_lens,
+    numbers,
+    wide_tiles,
+    q_row,
+    num_tiles,
+    first_head,
+    kv_row,
+    scale_log2,
+    PLAN_HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile of rows of a head, over expanded keys and values."""
+    tile, head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
+    if tile < tl.load(numbers + 1):
+        n = tl.load(numbers + wide_tiles + 2 * tile)
+        first = tl.load(numbers + wide_tiles + 2 * tile + 1)
+        begin = tl.load(cu_seqlens + n)
+        rows = tl.load(cu_seqlens + n + 1) - begin
+        tokens = tl.load(seq_lens + n)
+        start = tl.load(numbers + PLAN_HEAD + n).to(tl.int64)
+        k, p, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
+        i = first + tl.arange(0, BLOCK_ROWS)
+        is_row = (i < rows)[:, None]
+        row = (begin + i).to(tl.int64)[:, None]
+        at = q + row * q_row + (first_head + head) * (K + P)
+        q_own = tl.load(at + k[None, :], mask=is_row & (k < K)[None, :], other=0.0)
+        q_shared = tl.load(at + K + p[None, :], mask=is_row & (p < P)[None, :], other=0.0)
+        state = (
+            tl.full((BLOCK_ROWS, BLOCK_V), 0.0, tl.float32),
+            tl.full((BLOCK_ROWS,), float("-inf"), tl.float32),
+            tl.full((BLOCK_ROWS,), 0.0, tl.float32),
+        )
+        keys = kv + start * kv_row + head * (K + V)
+        shared = packed + start * (R + P) + R
+        last = tokens - rows + i
+        # tokens that all rows see, then those that need the mask
+        seen = (tokens - rows + first + 1) // BLOCK_N * BLOCK_N
+        end = tl.minimum(tokens, tokens - rows + first + BLOCK_ROWS)
+        state = _wide_steps(
+            state,
+            q_own,
+            q_shared,
+            keys,
+            shared,
+            kv_row,
+            0,
+            seen,
+            last,
+            scale_log2,
+            R,
+            P,
+            K,
+            V,
+            BLOCK_K,
+            BLOCK_P,
+            BLOCK_V,
+            BLOCK_N,
+            STAGES,
+            False,
+        )
+        state = _wide_steps(
+            state,
+            q_own,
+            q_shared,
+            keys,
+            shared,
+            kv_row,
+            seen,
+            end,
+            last,
+            scale_log2,
+            R,
+            P,
+            K,
+            V,
+            BLOCK_K,
+            BLOCK_P,
+            BLOCK_V,
+            BLOCK_N,
+            STAGES,
+            True,
+        )
+        acc, _, total = state
+        value = (acc / total[:, None]).to(out.dtype.element_ty)
+        at = out + (row * HEADS + first_head + head) * V
+        tl.store(at + v[None, :], value, mask=is_row & (v < V)[None, :])
+
+
+@triton.jit
+def _wide_steps(
+    state,
+    q_own,
+    q_shared,
+    keys,
+    shared,
+    kv_row,
+    low,
+    high,
+    last,
+    scale_log2,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    acc, top, total = state
+    k, p, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
+    n = tl.arange(0, BLOCK_N)
+    for first in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        token = first + n
+        row = token.to(tl.int64)
+        key = _rows(
+            keys + row[None, :] * kv_row + k[:, None],
+            k[:, None] < K,
+            token[None, :] < high,
+            BLOCK_K == K,
+            IS_MASKED,
+        )
+        scores = tl.dot(q_own, key, input_precision="ieee")
+        if P > 0:
+            part = _rows(
+                shared + row[None, :] * (R + P) + p[:, None],
+                p[:, None] < P,
+                token[None, :] < high,
+                BLOCK_P == P,
+                IS_MASKED,
+            )
+            scores = tl.dot(q_shared, part, acc=scores, input_precision="ieee")
+        scores *= scale_log2
+        if IS_MASKED:
+            is_seen = (token[None, :] <= last[:, None]) & (token < high)[None, :]
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weights, axis=1)
+        value = _rows(
+            keys + K + row[:, None] * kv_row + v[None, :],
+            v[None, :] < V,
+            token[:, None] < high,
+            BLOCK_V == V,
+            IS_MASKED,
+        )
+        acc = tl.dot(
+            weights.to(value.dtype), value, acc=acc * fade[:, None], input_precision="ieee"
+        )
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _rows(at, is_channel, is_token, IS_WHOLE: tl.constexpr, IS_MASKED: tl.constexpr):
+    """A tile of keys or values; masks only where they are needed."""
+    if IS_MASKED and IS_WHOLE:
+        x = tl.load(at, mask=is_token, other=0.0)
+    elif IS_MASKED:
+        x = tl.load(at, mask=is_token & is_channel, other=0.0)
+    elif IS_WHOLE:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=is_channel, other=0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["short_tiles", "max_blocks"])
+def _short_kernel(
+    q,
+    kv_pool,
+    kv_b_weight,
+    block_table,
+    out,
+    cu_seqlens,
+    seq_lens,
+    numbers,
+    short_tiles,
+    q_row,
+    max_blocks,
+    scale_log2,
+    HEADS: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Tiles of rows of a head, over latents; dealt to as many programs as run at once."""
+    p, r, lane = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_R), tl.arange(0, PIECE)
+    num_items = tl.load(numbers + 2) * HEADS
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        tile, head = item // HEADS, item % HEADS
+        n = tl.load(numbers + short_tiles + 2 * tile)
+        first = tl.load(numbers + short_tiles + 2 * tile + 1)
+        begin = tl.load(cu_seqlens + n)
+        rows = tl.load(cu_seqlens + n + 1) - begin
+        tokens = tl.load(seq_lens + n)
+        i = first + tl.arange(0, BLOCK_ROWS)
+        is_row = (i < rows)[:, None]
+        row = (begin + i).to(tl.int64)[:, None]
+        at = q + row * q_row + head * (K + P)
+        q_shared = tl.load(at + K + p[None, :], mask=is_row & (p < P)[None, :], other=0.0)
+        weight = kv_b_weight + head * ((K + V) * R)
+        # both products in pieces: a head's weights don't fit beside the tiles of the cache
+        q_latent = tl.full((BLOCK_ROWS, BLOCK_R), 0.0, tl.float32)
+        for piece in tl.range(0, BLOCK_K, PIECE, num_stages=1):
+            k = piece + lane
+            q_own = tl.load(at + k[None, :], mask=is_row & (k < K)[None, :], other=0.0)
+            is_weight = (k < K)[:, None] & (r < R)[None, :]
+            w_uk = tl.load(weight + k[:, None] * R + r[None, :], mask=is_weight, other=0.0)
+            q_latent = tl.dot(q_own, w_uk, acc=q_latent, input_precision="ieee")
+        acc, _, total = attend(
+            q_latent.to(q_shared.dtype),
+            q_shared,
+            tokens - rows + i,
+            0,
+            tl.minimum(tokens, tokens - rows + first + BLOCK_ROWS),
+            kv_pool,
+            block_table + n.to(tl.int64) * max_blocks,
+            scale_log2,
+            R,
+            P,
+            BLOCK_SIZE,
+            BLOCK_ROWS,
+            BLOCK_N,
+            BLOCK_R,
+            BLOCK_P,
+            STAGES,
+        )
+        latent = (acc / tl.where(total == 0, 1.0, total)[:, None]).to(q_shared.dtype)
+        to = out + (row * HEADS + head) * V
+        for piece in tl.range(0, BLOCK_V, PIECE, num_stages=1):
+            v = piece + lane
+            is_weight = (v < V)[None, :] & (r < R)[:, None]
+            w_uv = tl.load(weight + (K + v[None, :]) * R + r[:, None], mask=is_weight, other=0.0)
+            value = tl.dot(latent, w_uv, input_precision="ieee").to(out.dtype.element_ty)
+            tl.store(to + v[None, :], value, mask=is_row & (v < V)[None, :])
