@@ -36,7 +36,7 @@ from .kda_cells import (
     with_exports,
 )
 from .kda_peers import PEERS, Peer, find_peers
-from .kda_report import write_report
+from .kda_report import merge, write_report
 from .timing import (
     Timing,
     copy_bytes_per_second,
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     if options.render is not None:
-        write_report(options.render, options.out)
+        for file in write_report(merge(options.render, options.out), options.out):
+            print(file)
         return
     device = require_cuda("torch-kda bench ops")
     kda_prefill.prepare(device)
@@ -100,7 +101,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--stages", action="store_true", help="plan, prepare and scan by themselves"
     )
-    parser.add_argument("--render", type=Path, metavar="JSON", help="only write report and plot")
+    parser.add_argument(
+        "--render", type=Path, nargs="+", metavar="JSON", help="only write the report of these"
+    )
     options = parser.parse_args(arguments)
     quick = options.quick
     try:

@@ -16,6 +16,21 @@ STATE_BYTES = 4 * 128 * 128
 Row = dict[str, Any]
 
 
+def merge(sources: Sequence[Path], out: Path) -> Path:
+    """One kda_prefill.json of several that measured parts of the cells, on one GPU at one commit."""
+    parts = [json.loads(source.read_text()) for source in sources]
+    for part, source in zip(parts, sources, strict=True):
+        for key in ("gpu", "driver", "torch", "commit"):
+            if part["meta"][key] != parts[0]["meta"][key]:
+                raise ValueError(f"--render: {source} and {sources[0]} differ in {key}")
+    meta = parts[0]["meta"] | {"command": "; ".join(part["meta"]["command"] for part in parts)}
+    out.mkdir(parents=True, exist_ok=True)
+    merged = out / "kda_prefill.json"
+    rows = [row for part in parts for row in part["rows"]]
+    merged.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    return merged
+
+
 def write_report(source: Path, out: Path) -> list[Path]:
     """kda_prefill.md and, where matplotlib is, kda_prefill.png; returns what was written."""
     data = json.loads(source.read_text())

@@ -135,8 +135,27 @@ def test_main_render(machine: None, tmp_path: Path) -> None:
     source = tmp_path / "a" / "kda_prefill.json"
     bench_ops.main(["--out", str(tmp_path / "b"), "--render", str(source)])
     written = sorted(path.name for path in (tmp_path / "b").iterdir())
-    assert written == ["kda_prefill.md", "kda_prefill.png"]
-    assert (tmp_path / "b" / written[0]).read_text() == (tmp_path / "a" / written[0]).read_text()
+    assert written == ["kda_prefill.json", "kda_prefill.md", "kda_prefill.png"]
+    for name in written[:2]:
+        assert (tmp_path / "b" / name).read_text() == (tmp_path / "a" / name).read_text()
+
+
+def test_main_render_several(machine: None, tmp_path: Path) -> None:
+    """Parts of one measurement become one; of two they do not."""
+    sources = []
+    for gates in ("slow", "softplus"):
+        out = tmp_path / gates
+        bench_ops.main(["--out", str(out), "--gates", gates, "--checkpoints", "0"])
+        sources.append(out / "kda_prefill.json")
+    command = ["--out", str(tmp_path / "all"), "--render", *map(str, sources)]
+    bench_ops.main(command)
+    rows = json.loads((tmp_path / "all" / "kda_prefill.json").read_text())["rows"]
+    assert [row["gates"] for row in rows] == ["slow"] * 2 + ["softplus"] * 2
+    other = json.loads(sources[1].read_text())
+    other["meta"]["commit"] = "def"
+    sources[1].write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="differ in commit"):
+        bench_ops.main(command)
 
 
 def test_main_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
