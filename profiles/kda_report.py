@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def merge(sources: Sequence[Path], out: Path) -> Path:
-    """One kda_prefill.json of several that measured parts of the cells, on one GPU at one commit."""
+    """One kda_prefill.json of several that measured parts, on one GPU at one commit."""
     parts = [json.loads(source.read_text()) for source in sources]
     for part, source in zip(parts, sources, strict=True):
         for key in ("gpu", "driver", "torch", "commit"):
