@@ -1,5 +1,7 @@
 """Multi-head latent attention (MLA) without rotation, over a paged cache of latents."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -214,6 +216,28 @@ def mla_decode_padded(
     return torch.where((last >= 0)[..., None, None], o, 0).flatten(0, 1).to(q.dtype)
 
 
+def _mla_store_cuda(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:
+    from .triton.latents import mla_store
+
+    mla_store(latent, kv_pool, slot_mapping)
+
+
+def _mla_decode_cuda(*tensors: Tensor, **sizes: Any) -> Tensor:
+    if tensors[0].dtype != torch.bfloat16:
+        return mla_decode_padded(*tensors, **sizes)
+    from .triton.latent_decode import mla_decode
+
+    return mla_decode(*tensors, **sizes)
+
+
+def _mla_prefill_cuda(*tensors: Tensor, **sizes: Any) -> Tensor:
+    if tensors[0].dtype != torch.bfloat16:
+        return reference.mla_prefill_ref(*tensors, **sizes)
+    from .triton.latent_prefill import mla_prefill
+
+    return mla_prefill(*tensors, **sizes)
+
+
 def _mla_store_fake(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:
     _check_store(latent, kv_pool, slot_mapping)
 
@@ -235,20 +259,20 @@ def _mla_prefill_fake(*tensors: Tensor, scale: float, v_head_dim: int) -> Tensor
 _mla_store = define_op(
     "mla_store(Tensor latent, Tensor(a!) kv_pool, Tensor slot_mapping) -> ()",
     cpu=reference.mla_store_ref,
-    cuda=reference.mla_store_ref,
+    cuda=_mla_store_cuda,
     fake=_mla_store_fake,
 )
 _mla_decode = define_op(
     "mla_decode(Tensor q, Tensor kv_pool, Tensor block_table, Tensor seq_lens, *, float scale, "
     "SymInt kv_lora_rank, SymInt num_tokens_per_row) -> Tensor",
     cpu=reference.mla_decode_ref,
-    cuda=mla_decode_padded,
+    cuda=_mla_decode_cuda,
     fake=_mla_decode_fake,
 )
 _mla_prefill = define_op(
     "mla_prefill(Tensor q, Tensor kv_pool, Tensor kv_b_weight, Tensor cu_seqlens, "
     "Tensor block_table, Tensor seq_lens, *, float scale, SymInt v_head_dim) -> Tensor",
     cpu=reference.mla_prefill_ref,
-    cuda=reference.mla_prefill_ref,
+    cuda=_mla_prefill_cuda,
     fake=_mla_prefill_fake,
 )

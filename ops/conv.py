@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import reference
@@ -88,6 +89,14 @@ def _check(
     check_device(op, {"x": x, "weight": weight, "conv_pool": conv_pool} | lists | csr)
 
 
+def _causal_conv_prefill_cuda(x: Tensor, *others: Tensor | None) -> Tensor:
+    if x.dtype == torch.float64:
+        return reference.causal_conv_prefill_ref(x, *others)  # pyright: ignore[reportArgumentType]
+    from .triton.conv import causal_conv_prefill
+
+    return causal_conv_prefill(x, *others)  # pyright: ignore[reportArgumentType]
+
+
 def _fake(x: Tensor, *others: Any) -> Tensor:
     _check(x, *others)
     return x.new_empty(x.shape)
@@ -98,6 +107,6 @@ _causal_conv_prefill = define_op(
     "Tensor initial_slots, Tensor final_slots, Tensor? checkpoint_indptr, "
     "Tensor? checkpoint_offsets, Tensor? checkpoint_slots) -> Tensor",
     cpu=reference.causal_conv_prefill_ref,
-    cuda=reference.causal_conv_prefill_ref,
+    cuda=_causal_conv_prefill_cuda,
     fake=_fake,
 )

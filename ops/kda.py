@@ -409,6 +409,12 @@ def _cuda() -> Any:
     return kda_prefill
 
 
+def _kda_decode_cuda(*tensors: Any, lower_bound: float | None, scale: float, eps: float) -> Tensor:
+    from .triton.decode import kda_decode
+
+    return kda_decode(*tensors, lower_bound=lower_bound, scale=scale, eps=eps)
+
+
 def _kda_prefill_fake(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
     _check_prefill(*tensors, lower_bound=lower_bound)
     v = tensors[2]
@@ -447,6 +453,6 @@ _kda_decode = define_op(
     "Tensor(b!) conv_pool, Tensor src_slots, Tensor dst_slots, Tensor? num_tokens, *, "
     "float? lower_bound, float scale, float eps) -> Tensor",
     cpu=reference.kda_decode_ref,
-    cuda=reference.kda_decode_ref,
+    cuda=_kda_decode_cuda,
     fake=_kda_decode_fake,
 )

@@ -61,25 +61,9 @@ def _is_grouped(x: Tensor) -> bool:
 def _moe_cuda(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
     if not _is_grouped(x) or x.shape[0] == 0:
         return reference.moe_ref(x, w13, w2, topk_ids, topk_weights)
-    return moe_grouped(x, w13, w2, topk_ids, topk_weights)
+    from .triton import experts
 
-
-def moe_grouped(
-    x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor
-) -> Tensor:
-    """`moe` as two grouped matmuls over rows sorted by expert; no host sync. M >= 1, bf16."""
-    E, k = w13.shape[0], topk_ids.shape[1]
-    # what chose no expert comes last, past the last group's end, where nothing is computed
-    ids = torch.where((topk_ids >= 0) & (topk_ids < E), topk_ids, E).flatten()
-    ids, order = ids.sort(stable=True)
-    experts = torch.arange(1, E + 1, device=ids.device, dtype=ids.dtype)
-    ends = torch.searchsorted(ids, experts, out_int32=True)
-    gate, up = torch._grouped_mm(x[order // k], w13.mT, offs=ends).float().chunk(2, dim=-1)
-    hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-    y = torch._grouped_mm(hidden, w2.mT, offs=ends).float()
-    y = torch.where((ids < E)[:, None], y * topk_weights.flatten()[order, None], 0)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    return y[back].unflatten(0, (-1, k)).sum(1).to(x.dtype)
+    return experts.moe(x, w13, w2, topk_ids, topk_weights)
 
 
 def _fake(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:

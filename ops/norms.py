@@ -1,5 +1,6 @@
 """The norm after the recurrence. A plain RMSNorm is a torch expression and needs no op."""
 
+import torch
 from torch import Tensor
 
 from . import reference
@@ -48,6 +49,14 @@ def _impl(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return reference.gated_rms_norm_ref(x, gate, weight, eps=eps).contiguous()
 
 
+def _cuda(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    if x.dtype == torch.float64:
+        return _impl(x, gate, weight, eps=eps)
+    from .triton.norms import gated_rms_norm
+
+    return gated_rms_norm(x, gate, weight, eps=eps)
+
+
 def _fake(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     _check(x, gate, weight, eps)
     return x.new_empty(x.shape)
@@ -56,6 +65,6 @@ def _fake(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 _gated_rms_norm = define_op(
     "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, *, float eps) -> Tensor",
     cpu=_impl,
-    cuda=_impl,
+    cuda=_cuda,
     fake=_fake,
 )
