@@ -13,20 +13,24 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .kda_plan import KdaPlan
 from .kda_prepare import KdaPrepareSm90
+from .kda_record import DIM
 from .kda_scan import KdaScanSm90
+from .kda_scan_mma import KdaScanMma
 from .tiles import SCAN_TILES
-
-DIM = 128  # K = V
 
 
 class KdaPrefill:
     """One call of the op: [plan], prepare, scan, on one stream."""
 
-    def __init__(self, gate: str):
+    def __init__(self, arch: str, gate: str):
         self.gate = gate
         self.plan = KdaPlan()
         self.prepare = KdaPrepareSm90(bounded=gate == "bounded")
-        self.scans = [KdaScanSm90(tile.rows, tile.m_tiles, tile.stages) for tile, _ in SCAN_TILES]
+        tiles = [tile for tile, _ in SCAN_TILES]
+        if arch == "sm_90a":
+            self.scans = [KdaScanSm90(tile.rows, tile.stages, tile.parts) for tile in tiles]
+        else:  # wgmma is Hopper's alone
+            self.scans = [KdaScanMma(tile.rows, tile.stages) for tile in tiles]
 
     @cute.jit
     def __call__(
@@ -93,13 +97,13 @@ def _name_kernel(kernel: Any, name: str) -> None:
     type(kernel).kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
-def prefill(gate: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def prefill(arch: str, gate: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """`KdaPrefill` and its arguments."""
     T, H, HV, slots = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int()
     N, E = cute.sym_int(), cute.sym_int()
     slot_stride = cute.sym_int64(divisibility=4)
     pool = _tensor(Float32, (slots, HV, DIM, DIM), (slot_stride, DIM * DIM, DIM, 1))
-    return KdaPrefill(gate), (
+    return KdaPrefill(arch, gate), (
         *(_rows(T, H), _rows(T, H), _rows(T, HV), _rows(T, HV)),
         _tensor(BFloat16, (T, HV), (cute.sym_int64(), 1), align=2),
         _tensor(Float32, (HV,), (1,), align=4),
@@ -115,8 +119,8 @@ def prefill(gate: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     )
 
 
-def plan() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`make_plan` and its arguments."""
+def plan(arch: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`make_plan` and its arguments; the same for every arch."""
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return make_plan, (_list(), _list(align=16), Int32(0), stream)
 

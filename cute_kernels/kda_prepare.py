@@ -1,6 +1,6 @@
 """The parallel half of KDA prefill: what a tile of 16 tokens holds before any state, as a record.
 
-mX: whole tensor in global memory. g, t: lane // 4 and lane % 4, the row and the column pair of an MMA fragment.
+mX: whole tensor in global memory. g, t: lane // 4 and lane % 4, row and column pair of a fragment.
 The record, the design and its measurements: profiles/results/kda_design.md.
 """
 
@@ -8,24 +8,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, range_constexpr
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from . import ptx
 from .kda_prepare_parts import (
-    DIM,
-    ET,
-    K_DECAYED,
-    K_UPDATE,
     LOG2E,
-    MQ,
-    Q_DECAYED,
-    RECORD_BYTES,
     SMEM_BYTES,
     SUMS,
     THREADS,
-    TILE,
     TRI,
     TRI_ROW,
     Place,
@@ -51,6 +43,7 @@ from .kda_prepare_parts import (
     sts_f32x4,
 )
 from .kda_prepare_softplus import SoftplusGate
+from .kda_record import DIM, ET, K_DECAYED, K_UPDATE, MQ, Q_DECAYED, RECORD_BYTES, SIDE_BYTES, TILE
 
 BF16_LOWEST_PAIR = -0x800081  # 0xFF7FFF7F
 
@@ -172,12 +165,11 @@ class KdaPrepareSm90:
         L = strictly_lower(beta kn 2^(G_i - G_j) kn^T),  Mqk = lower(qn 2^(G_i - G_j) kn^T)
         A = (I + L)^-1 diag(beta),  Mq2 = Mqk A,  K2 = A^T k_r
 
-    A CTA of two warps makes one record. With max_ctas > 0 at most so many CTAs walk over all
-    records, which leaves room for another kernel (9 % slower when they have the device alone).
+    A CTA of two warps makes one record: a loop over records in fewer CTAs, with or without a
+    prefetch of the next rows, took 10 % to 30 % longer.
     """
 
-    def __init__(self, bounded: bool, min_blocks: int | None = None, max_ctas: int = 0):
-        self.max_ctas = max_ctas
+    def __init__(self, bounded: bool, min_blocks: int | None = None):
         self.gate = BoundedGate() if bounded else SoftplusGate()
         self.min_blocks = self.gate.min_blocks if min_blocks is None else min_blocks
 
@@ -200,16 +192,13 @@ class KdaPrepareSm90:
     ):
         heads = cute.size(mG, mode=[1])
         tiles = (cute.size(mQ, mode=[0]) + (TILE - 1)) // TILE + num_sequences
-        ctas = tiles * heads
-        if const_expr(self.max_ctas > 0):
-            ctas = cutlass.min(ctas, self.max_ctas)
         by_heads = cute.FastDivmodDivisorV2(heads)
         by_group = cute.FastDivmodDivisorV2(heads // cute.size(mQ, mode=[1]))
         self.kernel(
             mQ, mK, mG, mBeta, mALog, mBias, mPlan, mRecords, mO,
-            num_sequences, tiles * heads, lower_bound, scale, by_heads, by_group,
+            num_sequences, lower_bound, scale, by_heads, by_group,
         ).launch(
-            grid=[ctas, 1, 1],
+            grid=[tiles * heads, 1, 1],
             block=[THREADS, 1, 1],
             smem=self.gate.smem_bytes,
             min_blocks_per_mp=self.min_blocks,
@@ -230,53 +219,16 @@ class KdaPrepareSm90:
         mRecords: cute.Tensor,
         mO: cute.Tensor,
         num_sequences: Int32,
-        num_items: Int32,
         lower_bound: Float32,
         scale: Float32,
         by_heads: cute.FastDivmodDivisorV2,
         by_group: cute.FastDivmodDivisorV2,
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        num_blocks, _, _ = cute.arch.grid_dim()
+        item, _, _ = cute.arch.block_idx()  # heads of a tile are neighbours: so are their rows
         base = Int32(SmemAllocator().allocate(self.gate.smem_bytes, 128).toint())
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.max_ctas > 0):
-            for item in cutlass.range(block, num_items, num_blocks, unroll=1):
-                self.item(
-                    mQ, mK, mG, mBeta, mALog, mBias, mPlan, mRecords, mO,
-                    num_sequences, lower_bound, scale, by_heads, by_group, base, tidx, item,
-                )  # fmt: skip
-                cute.arch.sync_threads()  # the record has left shared memory
-        else:
-            self.item(
-                mQ, mK, mG, mBeta, mALog, mBias, mPlan, mRecords, mO,
-                num_sequences, lower_bound, scale, by_heads, by_group, base, tidx, block,
-            )  # fmt: skip
-
-    @cute.jit
-    def item(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mG: cute.Tensor,
-        mBeta: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
-        mPlan: cute.Tensor,
-        mRecords: cute.Tensor,
-        mO: cute.Tensor,
-        num_sequences: Int32,
-        lower_bound: Float32,
-        scale: Float32,
-        by_heads: cute.FastDivmodDivisorV2,
-        by_group: cute.FastDivmodDivisorV2,
-        base: Int32,
-        tidx: Int32,
-        item: Int32,
-    ):
-        """One (tile, head); heads of a tile are neighbours: so are their rows."""
         tile, head = divmod(item, by_heads)
         qk_head = head // by_group
         warp = cute.arch.make_warp_uniform(tidx // 32)
@@ -321,7 +273,7 @@ class KdaPrepareSm90:
     ):
         """Start copying this warp's half of the raw tiles; rows past the end become zeros."""
         row, chunk = lane // 8, lane % 8
-        shared = base + warp * (TILE * DIM) + row * 128 + ((chunk ^ row) << 4)
+        shared = base + warp * SIDE_BYTES + row * 128 + ((chunk ^ row) << 4)
         sizes = [Int32(select_(row + 4 * i < valid, Int32(16), Int32(0))) for i in range(4)]
         for slot, tensor, h in (
             (K_UPDATE, mG, head), (K_DECAYED, mK, qk_head), (Q_DECAYED, mQ, qk_head),

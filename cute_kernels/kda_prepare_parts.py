@@ -8,13 +8,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import select_
 
-TILE = 16  # tokens a record
-DIM = 128  # K
+from .kda_record import RECORD_BYTES, SIDE_BYTES, TILE
+
 THREADS = 64  # a warp for each half of the channels, two neighbouring channels a thread
-TILE_BYTES = TILE * DIM * 2
-HALF_BYTES = TILE_BYTES // 2
-RECORD_BYTES = 13312
-K_DECAYED, Q_DECAYED, K_UPDATE, MQ, ET = 0, TILE_BYTES, 2 * TILE_BYTES, 3 * TILE_BYTES, 12800
 LOG2E = 1.4426950408889634
 NORM_EPS = 1e-6
 
@@ -46,7 +42,7 @@ class Place:
 
     @staticmethod
     def of(base: Int32, warp: Int32, lane: Int32) -> "Place":
-        half = base + warp * HALF_BYTES
+        half = base + warp * SIDE_BYTES
         row = lane % TILE
         return Place(
             base,

@@ -8,16 +8,9 @@ from cutlass.cutlass_dsl import select_
 
 from . import ptx
 from .kda_prepare_parts import (
-    HALF_BYTES,
-    K_DECAYED,
-    K_UPDATE,
     LOG2E,
-    MQ,
     NORMS,
-    Q_DECAYED,
-    SMEM_BYTES,
     SUMS,
-    TILE,
     TRI,
     TRI_ROW,
     Place,
@@ -35,9 +28,12 @@ from .kda_prepare_parts import (
     sts_f32,
     sts_f32x2,
 )
+from .kda_record import HALF_BYTES, K_DECAYED, K_UPDATE, MQ, Q_DECAYED, SIDE_BYTES, TILE
 
 LEVELS = (1, 2, 4, 8)
-LEVEL_Q = SMEM_BYTES  # rows 0-7 of a tile of the record's layout: q of a level's odd rows
+# Rows 0-7 of a tile of each side: q of a level's odd rows. What lies between the sides is not used:
+# so a row's address is a constant away from its row of k. The end of TRI is free until L is there.
+LEVEL_Q = TRI + 4 * 256
 SERIES_END = 1 / 32
 # log2(1 + u) / u = log2(e) (1 - u/2 + u^2/3): off by 8e-6 at the end of the series
 SERIES = (LOG2E / 3, -LOG2E / 2, LOG2E)
@@ -53,7 +49,7 @@ class SoftplusGate:
     """
 
     num_sums = 3  # k.k, q.q, q.k
-    smem_bytes = SMEM_BYTES + HALF_BYTES + 1024
+    smem_bytes = LEVEL_Q + SIDE_BYTES + HALF_BYTES // 2
     min_blocks = 10  # an SM: 96 registers
 
     def constants(self, a: Float32, bias: Any, lower_bound: Float32) -> Any:
@@ -156,7 +152,7 @@ class SoftplusGate:
     def level_scores(self, place: Place) -> Any:
         """[odd rows of k; odd rows of q] times the even rows of k: one 16 x 8 tile."""
         row, quarter = place.lane % 8, place.lane // 8
-        half = place.base + place.warp * HALF_BYTES
+        half = place.base + place.warp * SIDE_BYTES
         # matrices 0, 1: k and q; 2, 3: the same of the next 8 channels
         tile = Int32(select_(quarter % 2 == 0, Int32(K_UPDATE), Int32(LEVEL_Q)))
         a_at = half + tile + row * 128 + (((quarter // 2) ^ row) << 4)

@@ -8,16 +8,16 @@ class ScanTile:
     """How `KdaScanSm90` cuts the 128 V rows of one (sequence, head)."""
 
     rows: int  # V rows a CTA
-    m_tiles: int  # 16-row MMA tiles a warp: each operand fragment is read once for all of them
     stages: int  # records in flight
+    parts: int  # products that an update is cut into
 
 
-# From the most CTAs to the fewest, with the most CTAs an SM. A chain of steps is latency-bound, so
-# it is split as far as there are SMs for; with more chains, wider CTAs read a record fewer times.
+# Few chains are latency-bound, and 64 rows have the shorter step: 0.33 us against 0.54 at H=12.
+# With more CTAs than SMs, 128 rows read each record once: 0.57 us against 0.73 at H=96.
+# H200, profiles/results/kda_design.md
 SCAN_TILES = (
-    (ScanTile(rows=16, m_tiles=1, stages=6), 1.0),
-    (ScanTile(rows=32, m_tiles=1, stages=6), 1.0),
-    (ScanTile(rows=64, m_tiles=1, stages=6), 1e9),
+    (ScanTile(rows=64, stages=6, parts=1), 1.0),
+    (ScanTile(rows=128, stages=6, parts=2), 1e9),
 )
 
 

@@ -181,7 +181,7 @@ def _places() -> Tensor:
     channel = torch.arange(DIM)
     p, t, b, e = channel // 16, channel % 16 // 4, channel % 4 // 2, channel % 2
     at = 16 * p + 8 * b + 2 * t + e
-    return at // 64 * 2048 + token * 128 + (at % 64 // 8 ^ token % 8) * 16 + at % 8 * 2
+    return at // 64 * 6144 + token * 128 + (at % 64 // 8 ^ token % 8) * 16 + at % 8 * 2
 
 
 def _mq_places() -> Tensor:
@@ -197,7 +197,7 @@ def pack_records(records: Records) -> Tensor:
     words = out.view(torch.bfloat16)
     tiles = ("k_decayed", "q_decayed", "k_update")
     for i, name in enumerate(tiles):
-        words[:, ((4096 * i + _places()) // 2).flatten()] = flat[name].flatten(1)
+        words[:, ((2048 * i + _places()) // 2).flatten()] = flat[name].flatten(1)
     words[:, ((12288 + _mq_places()) // 2).flatten()] = flat["mq"].flatten(1)
     out[:, 12800:] = flat["et"].contiguous().view(torch.uint8)
     return out
@@ -207,7 +207,7 @@ def unpack_records(image: Tensor, num_heads: int) -> Records:
     """`pack_records` backwards."""
     words = image.view(torch.bfloat16)
     shape = (-1, num_heads)
-    k, q, k2 = (words[:, (4096 * i + _places()) // 2].unflatten(0, shape) for i in range(3))
+    k, q, k2 = (words[:, (2048 * i + _places()) // 2].unflatten(0, shape) for i in range(3))
     mq = words[:, (12288 + _mq_places()) // 2].unflatten(0, shape)
     et = image[:, 12800:].contiguous().view(torch.float32).unflatten(0, shape)
     return Records(k, q, k2, mq, et)

@@ -14,6 +14,7 @@ from torch_kda.tests.cute_kernels import mirror, ptx_machine
 from torch_kda.tests.cute_kernels.conftest import Built
 
 SCALE = 128**-0.5
+RESERVED = 1024  # bytes of a CTA's shared memory that are the system's
 GATES = {"bounded": -5.0, "softplus": None}
 # added to normal gate logits; "extreme" decays by up to thousands a token beside some by nothing
 SHIFTS = {
@@ -156,7 +157,7 @@ def test_record_layout() -> None:
     # place 16 + 8 + 2 + 1 = 27 of the half, so chunk 3 and the fourth of its eight
     chunk = 3 ^ (13 & 7)
     for tile, x in enumerate((records.k_decayed, records.q_decayed, records.k_update)):
-        byte = tile * 4096 + 2048 + 13 * 128 + chunk * 16 + 3 * 2
+        byte = 6144 + tile * 2048 + 13 * 128 + chunk * 16 + 3 * 2
         assert words[byte // 2] == x[0, 0, 13, 87]
     assert words[(12288 + 2 * 128 + 5 * 16 + 3 * 2) // 2] == records.mq[0, 0, 13, 3]
     assert image[0].view(torch.float32)[12800 // 4 + 87] == records.et[0, 0, 87]
@@ -182,15 +183,22 @@ def test_kda_prepare_ptx(
 ) -> None:
     case = CASES[name]
     gate = "softplus" if case.lower_bound is None else "bounded"
-    ptx = objects("sm_90a").ptx[PREFILL[gate].name].read_text()
-    program = ptx_machine.Program(ptx, f"kda_prepare_{gate}")
-    records, o = run_ptx(program, case, order)
+    built, variant = objects("sm_90a"), PREFILL[gate].name
+    program = ptx_machine.Program(built.ptx[variant].read_text(), f"kda_prepare_{gate}")
+    shared_bytes = prepare_resources(built, gate)["shared_bytes"] - RESERVED
+    records, o = run_ptx(program, case, order, shared_bytes)
     check_records(case, records)
     check_padding(case, records, o)
 
 
+def prepare_resources(built: Built, gate: str) -> dict[str, int]:
+    kernels = built.entries[PREFILL[gate].name]["kernels"]
+    (use,) = [x for name, x in kernels.items() if name.startswith("kda_prepare")]
+    return use
+
+
 def run_ptx(
-    program: ptx_machine.Program, case: Case, order: tuple[int, int]
+    program: ptx_machine.Program, case: Case, order: tuple[int, int], shared_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """All CTAs of one launch, one after the other: records and o, where nothing was written NaN."""
     T, HV = case.g_raw.shape[:2]
@@ -213,14 +221,14 @@ def run_ptx(
         *(rows(x) for x in (case.q, case.k, case.g_raw, case.beta_logit)),
         *(flat(x) for x in (case.A_log, case.dt_bias, plan, records.view(-1))),
         rows(o),
-        *(struct.pack("<i", x) for x in (N, TC * HV)),
+        struct.pack("<i", N),
         *(struct.pack("<f", x) for x in (case.lower_bound or 0.0, SCALE)),
         *(divisor(HV), struct.pack("<i", HV), divisor(HV // H), struct.pack("<i", HV // H)),
     ]
     for block in range(TC * HV):
         cta = ptx_machine.Cta(
             program, params, memory,
-            block=block, num_blocks=TC * HV, threads=64, shared_bytes=20000,
+            block=block, num_blocks=TC * HV, threads=64, shared_bytes=shared_bytes,
         )  # fmt: skip
         cta.run(order)
     return records, o
@@ -238,7 +246,8 @@ def check_records(case: Case, image: Tensor) -> None:
     want = case.records()
     got = mirror.unpack_records(image[: case.num_records], case.heads)
     for (name, x), (_, y) in zip(got.items(), want.items(), strict=True):
-        assert_rms(name, x, y, 1e-5 if name == "et" else 1e-3)
+        # G reaches -115, where a step of fp32 is 7.6e-6, and Et = 2^G is kept in fp32
+        assert_rms(name, x, y, 3e-5 if name == "et" else 1e-3)
         # exponentials below the smallest normal number may or may not be flushed
         assert (x[y == 0].abs() < 1e-30).all(), f"{name}: not zero where the mirror is"
     above = torch.triu(torch.ones(16, 16, dtype=torch.bool), 1)
@@ -310,8 +319,7 @@ def launch(case: Case) -> tuple[Tensor, Tensor]:
 def test_occupancy(objects: Callable[[str], Built]) -> None:
     """CTAs an SM by registers (given to warps in 256, to four partitions) and by shared memory."""
     for gate, least in (("bounded", 12), ("softplus", 10)):
-        kernels = objects("sm_90a").entries[PREFILL[gate].name]["kernels"]
-        (use,) = [x for name, x in kernels.items() if name.startswith("kda_prepare")]
+        use = prepare_resources(objects("sm_90a"), gate)
         assert use["threads"] == 64
         warps = 4 * (16384 // (32 * -(-use["registers"] // 8) * 8))
         assert warps // 2 >= least, f"{gate}: {use}"

@@ -1,0 +1,67 @@
+"""What both scans share: state slots in and out of registers, and the checkpoints of a sequence.
+
+A thread's part of a state, in its MMA tile of 16 V rows: rows g and g + 8, and of each
+group p of 16 channels the four from 16 p + 4 t (g = lane // 4, t = lane % 4).
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, range_constexpr
+
+from . import ptx
+from .kda_record import DIM
+
+NEVER = 0x7FFFFFFF
+
+
+@cute.jit
+def next_offset(mOffsets: cute.Tensor, cursor: Int32, cursor_end: Int32) -> Int32:
+    """The offset at the cursor, or one that no sequence reaches."""
+    offset = Int32(NEVER)
+    if cursor < cursor_end:
+        offset = mOffsets[cursor]
+    return offset
+
+
+@cute.jit
+def corner(mPool: cute.Tensor, head: Int32, row0: Int32, lane: Int32) -> Int64:
+    """Address of this thread's first element in slot 0."""
+    element = Int64(head) * (DIM * DIM) + (row0 + lane // 4) * DIM + (lane % 4) * 4
+    return Int64(mPool.iterator.toint()) + element * 4
+
+
+@cute.jit
+def load_state(
+    state: cute.Tensor,
+    pool: Int64,
+    stride: Int64,
+    slot: Int32,
+    num_slots: Int32,
+):
+    """Read this thread's part of a slot; an id outside the pool reads as zeros."""
+    for i in range_constexpr(64):
+        state[i] = Float32(0.0)
+    if slot >= 0 and slot < num_slots:
+        source = pool + Int64(slot) * stride
+        for p in range_constexpr(8):
+            for low in range_constexpr(2):  # rows g and g + 8
+                x = ptx.ldg_f32x4(source + low * (8 * DIM * 4) + p * 64)
+                at = 8 * p + 2 * low
+                state[at], state[at + 1], state[at + 4], state[at + 5] = x[0], x[1], x[2], x[3]
+
+
+@cute.jit
+def store_state(
+    state: cute.Tensor,
+    pool: Int64,
+    stride: Int64,
+    slot: Int32,
+    num_slots: Int32,
+):
+    """Write this thread's part of a slot; an id outside the pool writes nothing."""
+    if slot >= 0 and slot < num_slots:
+        target = pool + Int64(slot) * stride
+        for p in range_constexpr(8):
+            for low in range_constexpr(2):
+                at = 8 * p + 2 * low
+                x = [state[at], state[at + 1], state[at + 4], state[at + 5]]
+                ptx.stg_f32x4(target + low * (8 * DIM * 4) + p * 64, x)
