@@ -5,7 +5,7 @@ ends or waits at a barrier, so warps get as far apart as their barriers let them
 starts as NaN, asynchronous copies land when they are waited for, and an access outside a given
 tensor, or not aligned, raises. What only a GPU can show: races within a warp, missing proxy fences.
 
-It knows the instructions that `kda_prepare` compiles to, and raises on any other.
+It knows the instructions that `kda_plan` and `kda_prepare` compile to, and raises on any other.
 """
 
 import re
@@ -170,6 +170,7 @@ INTEGER: dict[str, Callable[..., Array]] = {
     "shr": np.right_shift,
     "min": np.minimum,
     "max": np.maximum,
+    "not": np.invert,
 }
 COMPARE: dict[str, Callable[..., Array]] = {
     "lt": np.less,
@@ -204,7 +205,8 @@ class Step:
             method()
         elif name in INTEGER:
             dtype = self.integer(kind)
-            self.put(INTEGER[name](*(self.get(x, dtype) for x in self.operands[1:])).astype(dtype))
+            value = INTEGER[name](*(self.get(x, dtype) for x in self.operands[1:])).astype(dtype)
+            self.put(np.maximum(value, 0) if "relu" in self.opcode else value)
         else:
             raise NotImplementedError(".".join(self.opcode))
 
@@ -224,6 +226,8 @@ class Step:
             return value.view(dtype) if same_size else value.astype(dtype)
         if operand == "%tid.x":
             return (np.arange(LANES) + LANES * self.warp.index).astype(dtype)
+        if operand == "%lanemask_lt":
+            return ((U64(1) << np.arange(LANES, dtype=U64)) - U64(1)).astype(dtype)
         if operand in self.cta.special:
             return np.full(LANES, self.cta.special[operand], dtype)
         if operand == "__dynamic_shmem__0":
@@ -401,7 +405,23 @@ class Step:
         self.put(COMPARE[self.opcode[1]](x, y))
 
     def _shfl(self) -> None:
-        self.put(self.get(self.operands[1])[self.get(self.operands[2]) & U32(31)])
+        assert self.active.all() and self.opcode[2] in ("idx", "up")
+        lanes, by = np.arange(LANES), self.get(self.operands[2], np.int32)
+        source = by & 31 if self.opcode[2] == "idx" else np.where(lanes >= by, lanes - by, lanes)
+        self.put(self.get(self.operands[1])[source])
+
+    def _match(self) -> None:
+        assert self.active.all() and self.opcode[1] == "any"
+        value = self.get(self.operands[1])
+        bits = (value[:, None] == value).astype(U64) << np.arange(LANES, dtype=U64)
+        self.put(bits.sum(1).astype(U32))
+
+    def _popc(self) -> None:
+        self.put(np.bitwise_count(self.get(self.operands[1])).astype(U32))
+
+    def _clz(self) -> None:
+        value = self.get(self.operands[1]).astype(F64)
+        self.put(np.where(value > 0, 31 - np.floor(np.log2(np.fmax(value, 1))), 32).astype(U32))
 
     def _bra(self) -> None:
         self.warp.place[self.active] = self.cta.program.labels[self.operands[0]]
