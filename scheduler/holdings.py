@@ -102,7 +102,10 @@ class Holdings:
 
     def publish(self, live: LiveRequest, step: int) -> None:
         """Makes visible what is complete after `step` has retired: units of KV, and kept states."""
-        self._publish_kv(live)
+        node = live.node
+        assert node is not None
+        if live.num_proven >= (node.depth + 1) * self.cache.unit:
+            self._publish_kv(live)
         if not live.kept:
             return
         states = self.cache.state_pool
@@ -121,8 +124,6 @@ class Holdings:
         cache, node = self.cache, live.node
         units = live.num_proven // cache.unit
         assert node is not None
-        if node.depth >= units:
-            return
         if len(live.keys) < units:
             self.extend_keys(live)
         width = cache.blocks_per_unit

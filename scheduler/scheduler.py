@@ -239,15 +239,15 @@ class Scheduler:
     def _commit_row(
         self, flight: Flight, index: int, new: Sequence[int], outputs: list[RequestOutput]
     ) -> None:
-        row, live, exports = flight.batch.rows[index], flight.requests[index], flight.exports[index]
-        request = live.request
-        is_finished = request.status is RequestStatus.FINISHED
+        row, live = flight.batch.rows[index], flight.requests[index]
+        request, exports = live.request, flight.exports[index]
         live.num_in_flight -= 1
         reason = None
         if row.samples:
             live.num_pending -= 1
-            if not is_finished:
+            if request.status is not RequestStatus.FINISHED:
                 new, reason = _cut(new, live)
+                outputs.append(RequestOutput(row.request_id, tuple(new), reason))
             live.token_ids.extend(new)
         if row.is_decode:
             end = known = row.start + len(new)
@@ -258,15 +258,12 @@ class Scheduler:
             end, known = row.end, live.prefill_end
             self.counters.prefill_tokens += end - row.start
         request.num_computed_tokens = end
+        # KV of draft layers is complete where the tokens that it looks ahead to were known
         live.num_proven = max(live.num_proven, min(end, known - self.cache.lookahead))
         if exports:
             self.counters.exports += len(exports)
             live.kept.extend(exports)
-        assert live.node is not None
-        if live.kept or live.num_proven >= (live.node.depth + 1) * self.cache.unit:
-            self.holdings.publish(live, flight.batch.step)
-        if row.samples and not is_finished:
-            outputs.append(RequestOutput(row.request_id, tuple(new), reason))
+        self.holdings.publish(live, flight.batch.step)
         if reason is not None:
             self.queues.finish(live, is_discarded=True)
         elif not live.num_in_flight and request.status is not RequestStatus.RUNNING:
@@ -320,6 +317,8 @@ def _check_tokens(batch: ScheduledBatch, tokens: Sequence[Sequence[int]]) -> Non
             f"got {len(tokens)}"
         )
     for row, new in zip(batch.rows, tokens, strict=True):
+        if row.samples and len(new) == 1:
+            continue
         least = int(row.samples)
         most = row.end - row.start if row.is_decode else least
         if not least <= len(new) <= most:
@@ -332,7 +331,9 @@ def _check_tokens(batch: ScheduledBatch, tokens: Sequence[Sequence[int]]) -> Non
 def _cut(new: Sequence[int], live: LiveRequest) -> tuple[Sequence[int], str | None]:
     """The new tokens up to where the request ends, and why it does."""
     room = live.limit - len(live.token_ids)
-    for count, token in enumerate(new, 1):
+    count = 0
+    for token in new:
+        count += 1
         if token in live.stop_ids:
             return new[:count], "stop"
         if count == room:
