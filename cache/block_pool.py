@@ -4,9 +4,7 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """Free KV blocks. A block that is not free has one owner: a request, or a node of the prefix
-    cache.
-    """
+    """Free KV blocks. One that is not free has one owner: a request, or a node of the tree."""
 
     __slots__ = ("_free", "_is_free", "num_blocks")
 

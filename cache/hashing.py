@@ -1,6 +1,4 @@
-"""Keys of prefixes: one chained sha256 a unit of tokens, equal in every process that has the same
-root.
-"""
+"""Keys of prefixes: a chained sha256 for each unit of tokens, equal in all processes."""
 
 import sys
 from array import array

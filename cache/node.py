@@ -6,9 +6,7 @@ NO_SLOT = -1
 
 
 class Node:
-    """One cached unit of KV: tokens [(depth - 1) * unit, depth * unit) after the tokens of its
-    ancestors.
-    """
+    """A cached unit of KV: tokens [(depth - 1) * unit, depth * unit), those above before them."""
 
     __slots__ = (
         "blocks",

@@ -1,6 +1,4 @@
-"""Which states of a prefill are worth keeping: the one place where checkpoint positions are
-decided.
-"""
+"""Which states of a prefill are worth keeping. Nothing else decides it."""
 
 from collections.abc import Iterable
 from enum import IntEnum
@@ -26,8 +24,7 @@ def replay_boundary(num_tokens: int, unit: int, drop: int = 0) -> int:
     """Deepest position at which a resend of `num_tokens` tokens can resume; 0 if there is none.
 
     One token has to be left to compute, for its logits. With draft-layer KV (`drop` = unit) a whole
-    unit is given up
-    instead: the draft KV before a boundary depends on tokens after it.
+    unit is given up instead: the draft KV before a boundary depends on tokens after it.
     """
     return max((num_tokens - (drop == 0)) // unit * unit - drop, 0)
 
@@ -42,8 +39,7 @@ def checkpoint_positions(
     named: Iterable[int] = (),
     every: int = 0,
 ) -> list[tuple[int, Kind]]:
-    """States to export in a prefill of tokens [start, num_tokens): (position, kind), most valuable
-    first.
+    """States to export in a prefill: (position, kind), the most valuable first.
 
     Args:
         start: tokens that have a state already; only positions above it are returned.

@@ -1,6 +1,4 @@
-"""The tree of cached prefixes: a node is one unit of KV under its chained key, and may carry the
-state at its end.
-"""
+"""The tree of cached prefixes: what a prompt finds, what becomes visible, what goes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,9 +13,7 @@ from .state_pool import SlotStatus, StatePool
 
 @dataclass(slots=True)
 class Match:
-    """What a prompt finds. Its KV path and its source slot are pinned until `cancel`, or `release`
-    and `unpin`.
-    """
+    """What a prompt finds; pinned until `cancel`, or `release` (its KV) and `unpin` (its source)."""
 
     node: Node  # deepest unit of KV
     source: Node | None  # carries the deepest usable state
@@ -155,9 +151,7 @@ class PrefixCache:
         self._unreference(match.node)
 
     def accept(self, match: Match, num_tokens: int, max_units: int) -> None:
-        """The request of `num_tokens` tokens runs from this match: counts it and marks what it uses
-        as recent.
-        """
+        """The request runs from this match: counts its tokens, and marks what it uses as recent."""
         hit = match.source.depth if match.source else 0
         known = min(match.node.depth, max_units)
         self.counters.queried_tokens += num_tokens
@@ -224,9 +218,9 @@ class PrefixCache:
         return child
 
     def publish(self, node: Node, slot: int, kind: Kind) -> bool:
-        """Gives a WRITTEN slot the key of `node`; frees the slot instead if the node has a state or
-        the path is full.
+        """Gives a WRITTEN slot the key of `node`. Returns whether it did.
 
+        If the node has a state, or the path has its number of them, the slot is freed instead.
         NOTE: the caller holds a pin on `node` (scheduler.py), so that its KV is there.
         """
         assert self.state_pool.position[slot] == node.depth * self.unit, (
@@ -257,8 +251,7 @@ class PrefixCache:
     # room
 
     def allocate_slot(self, kind: Kind | None = None) -> int | None:
-        """A slot for a running request (kind None) or for a state of that kind; None if there is
-        none to be had.
+        """A slot for a running request, or for a state of some kind; None if none is to be had.
 
         A transient state only takes the place of a spent one.
         """
@@ -278,9 +271,7 @@ class PrefixCache:
         return self.block_pool.allocate(count)
 
     def evict_state(self, *, spent_only: bool = False) -> bool:
-        """Frees one slot: a spent state, else the least recently hit one. Returns whether it
-        could.
-        """
+        """Frees the slot of a spent state, else of the least recently hit one, if there is one."""
         node = self._order.next_state(spent_only=spent_only)
         if node is None:
             return False
@@ -289,9 +280,7 @@ class PrefixCache:
         return True
 
     def evict_kv(self) -> bool:
-        """Frees the blocks of one unit: KV below all states first, then the least recently hit leaf
-        with its state.
-        """
+        """Frees one unit: KV below all states first, then the leaf that was hit longest ago."""
         node = self._order.next_kv()
         if node is None:
             return False
@@ -300,9 +289,7 @@ class PrefixCache:
         return True
 
     def forget(self, node: Node, slot: int) -> None:
-        """Drops a state that its maker has replaced by newer ones, unless somebody else found it of
-        use.
-        """
+        """Drops a state that its maker has newer ones for, unless it was of use to others."""
         if node.slot == slot and not node.was_hit and not self.state_pool.pins[slot]:
             self._drop_state(node)
 
@@ -316,9 +303,7 @@ class PrefixCache:
     # tree
 
     def _path_of(self, keys: list[bytes]) -> list[Node]:
-        """Nodes of the cached units of `keys`, deepest first. KV goes from the leaves, so what is
-        there is a prefix.
-        """
+        """Nodes of `keys`, deepest first. KV goes from the leaves, so what is there is a prefix."""
         nodes = self._nodes
         low, high = 0, len(keys)
         while low < high:
@@ -395,9 +380,7 @@ class PrefixCache:
         self._order.update(node, is_read=is_read)
 
     def _make_path_room(self, node: Node, kind: Kind) -> bool:
-        """Drops the least valuable states of the path until one more fits; False if that is the new
-        one itself.
-        """
+        """Drops the least valuable of a full path; False if that is the new state itself."""
         above = []
         step = node.parent
         while step is not None:

@@ -1,6 +1,4 @@
-"""How many bytes a layer's cache takes, what its kernel can export, and how memory is split between
-states and KV.
-"""
+"""What a layer caches, what its kernel can export, and how memory is split."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,9 +8,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KDASpec:
-    """Recurrent state and conv window of one KDA layer on one rank, and what its kernel can do with
-    them.
-    """
+    """State and conv window of one KDA layer on one rank, and what its kernel can do."""
 
     num_value_heads: int
     head_k_dim: int
@@ -141,8 +137,7 @@ def split_memory(
     num_speculative_tokens: int = 0,
     states_per_context: int = 2,
 ) -> MemorySplit:
-    """Splits memory between state slots and KV blocks so that both run out at the same number of
-    contexts.
+    """Splits memory so that slots and blocks run out at the same number of contexts.
 
     Running requests come first: each takes 1 + K slots. The rest is shared out by contexts of
         `expected_context`

@@ -13,8 +13,7 @@ class SlotStatus(IntEnum):
 
 
 class StatePool:
-    """Slots of recurrent states and conv windows. One number means the same place in every KDA
-    layer.
+    """Slots of states and conv windows. A number means the same place in every KDA layer.
 
     FREE -> RUNNING -> FREE for a request's own slot; FREE -> RESERVED -> WRITTEN -> READY -> FREE
     for a kept state. A request's own slot may become a kept one (RUNNING -> RESERVED, WRITTEN). A

@@ -8,8 +8,7 @@ from .request import SamplingParams
 
 
 class ScheduledRow(NamedTuple):
-    """The share of one request in one step: its tokens [start, end), made from the state at
-    `start`.
+    """The share of one request in one step: its tokens [start, end), from the state at start.
 
     A named tuple, because a step makes hundreds of rows. `block_table` and `token_ids` may be views
     of what the request keeps: what they show never changes afterwards.

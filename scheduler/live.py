@@ -1,6 +1,4 @@
-"""What the scheduler keeps of a request while it waits and runs, and of a step while it is in
-flight.
-"""
+"""What the scheduler keeps of a request, and of a step in flight."""
 
 from array import array
 from collections.abc import Sequence
@@ -17,9 +15,7 @@ from .request import Request
 
 
 class BlockTable:
-    """KV block ids of a request. What `ids` showed once never changes, so it is handed out
-    uncopied.
-    """
+    """KV block ids of a request. What `ids` showed once never changes, so rows share it."""
 
     __slots__ = ("_buffer", "ids")
 

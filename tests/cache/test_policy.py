@@ -1,7 +1,7 @@
 import pytest
 from torch_kda.cache.policy import Kind, checkpoint_positions, replay_boundary
 
-# scheduling.md 2.1: n, grid, draft KV, position
+# n, grid, draft KV, position; the first rows are those of vLLM's own tests
 REPLAY_BOUNDARIES = [
     (8000, 1536, False, 7680),
     (7680, 1536, False, 6144),  # an exact multiple leaves its last token to compute

@@ -139,9 +139,7 @@ def test_publish_checks_the_position():
 
 
 def test_evict_kv_order():
-    """KV below all states first, from the leaves; then the leaf that was hit longest ago, with its
-    state.
-    """
+    """KV below all states first, from the leaves; then the leaf hit longest ago and its state."""
     cache = make_cache(num_blocks=16)
     publish(cache, stream(1), {8: Kind.REPLAY})
     publish(cache, stream(2, 8), {8: Kind.END})
@@ -242,9 +240,7 @@ def test_allocate_blocks_is_all_or_nothing():
 
 
 def test_path_cap():
-    """At most that many states from the root to any leaf, and the deepest always among them
-    (I25).
-    """
+    """So many states from the root to any leaf, and the deepest always among them (I25)."""
     cache = make_cache(max_states_per_path=2)
     publish(cache, stream(1), {4: Kind.PERIODIC, 8: Kind.NAMED})
     publish(cache, stream(1), {12: Kind.PERIODIC})

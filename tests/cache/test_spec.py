@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from torch_kda.cache.spec import KDASpec, MLASpec, common_spec, split_memory
 
-# Kimi-K3 on one of 8 ranks: scheduling.md 1.4
+# Kimi-K3 on one of 8 ranks
 K3 = KDASpec(num_value_heads=12, head_k_dim=128, head_v_dim=128, conv_channels=3 * 12 * 128)
 
 

@@ -1,5 +1,4 @@
-"""A worker without a model: its state is a hash of the tokens, so whatever is wrong, stale or
-unwritten shows.
+"""A worker without a model: its state is a hash of the tokens, so that any wrong one shows.
 
 The state after n tokens is (n, h) with h = h * BASE + token + 1 modulo a prime. KV of position j is
 the hash of tokens [0, j], and with draft layers also that of [0, j + lookahead]. What a request's
@@ -79,9 +78,7 @@ class Truth:
 
 
 class GhostWorker:
-    """Runs batches on pools of hashes. Every read is checked; a failed check is an
-    AssertionError.
-    """
+    """Runs batches on pools of hashes. A read of what is not right is an AssertionError."""
 
     def __init__(self, cache: PrefixCache, *, vocab: int = 1000, max_drafts: int = 0) -> None:
         self.cache = cache
@@ -378,9 +375,7 @@ class Bench:
         return outputs
 
     def step(self, depth: int = 1) -> ScheduledBatch:
-        """Schedules, and commits the oldest when more than `depth - 1` are in flight, or nothing
-        else is to do.
-        """
+        """Schedules, and commits what would make more than `depth - 1` steps in flight."""
         batch = self.schedule()
         while len(self.in_flight) >= depth or (self.in_flight and not batch.rows):
             self.commit()

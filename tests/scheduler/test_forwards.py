@@ -61,9 +61,7 @@ def prompt_of(num_tokens: int) -> array:
     draft=st.booleans(),
 )
 def test_single_pass_theorem(shared, tail, budget, unit, divisor, draft):
-    """Alone, forwards = ceil((n - hit) / budget), whatever n, hit, budget, unit and block size
-    (I18, I22).
-    """
+    """Alone, forwards = ceil((n - hit) / budget), whatever the sizes (I18, I22)."""
     scheduler = make_scheduler(
         unit=unit, budget=budget, block_size=unit // divisor, lookahead=int(draft), tokens=1 << 15
     )
@@ -97,7 +95,7 @@ def test_resend_hits_the_replay_boundary(n, draft):
     assert extended == (n if n % 128 == 0 and not draft else boundary)
 
 
-# scheduling.md 2.3: P, block, unit, budget, start, draft, split, with an internal checkpoint
+# as its tests assert: P, block, unit, budget, start, draft, split, with an internal checkpoint
 VLLM_SPLITS = [
     (8000, 1536, 1536, 8192, 0, False, [7680, 320], [8000]),
     (8000, 1536, 1536, 16384, 0, False, [7680, 320], [8000]),
@@ -155,7 +153,7 @@ def test_never_more_forwards_than_vllm(case):
         assert len(rows) == -(-(num_tokens - start) // budget) <= len(with_export)
 
 
-# scheduling.md section 6: block, draft, unit 128 split / internal, full block split / internal
+# 120K to 164K tokens by 2,000: block, draft, unit 128 split / internal, full block split / internal
 VLLM_GROWING = [
     (768, False, 80, 22, 44, 22),
     (768, True, 87, 22, 44, 22),
@@ -211,9 +209,7 @@ def test_growing_prefix(start, block_size, draft):
 
 
 def test_two_pass_baseline():
-    """Without exports on the same engine: a forward ends at the boundary, and the follow-up hits
-    the same.
-    """
+    """Without exports a forward ends at the boundary, and the follow-up hits the same."""
     prompt = prompt_of(8000)
     for exports, expected in ((16, [8000]), (0, [7680, 320])):
         scheduler = make_scheduler(unit=1536, budget=8192, num_prefill_checkpoint_blocks=exports)

@@ -1,8 +1,7 @@
-"""Bugs that other engines have shipped, by their numbers in scheduling.md: with our rules, and
-caught if they were ours.
+"""Bugs that other engines have shipped, by public issue, and what is right for our rules.
 
-Cases about connectors, tiers, context parallelism and kernels are not here: B10 (its pins: see
-`test_b10`), B13, B36, B47-B50, B53-B57, B59, B60.
+The numbers b01.. are those of our catalogue of public cases. Its cases about connectors, tiers,
+context parallelism and kernels have no test here: B13, B36, B47-B51, B53-B57, B59, B60.
 """
 
 import pytest
@@ -56,7 +55,7 @@ def big_bench(**options) -> Bench:
 
 @pytest.mark.parametrize("ending", ["commit", "fail"])
 def test_b01_abort_before_commit(ending):
-    """An aborted prefill is visible when its step has retired, and never if that failed."""
+    """vllm#56525: an aborted prefill is visible when its step has retired, if that went well."""
     bench = big_bench(unit=1536, num_blocks=32)
     bench.submit(request("r1", prompt_of(8000)))
     row = bench.schedule().rows[0]
@@ -74,9 +73,7 @@ def test_b01_abort_before_commit(ending):
 
 @pytest.mark.parametrize("has_priority", [True, False], ids=["priority", "fcfs"])
 def test_b02_preempted_in_the_same_pass(has_priority):
-    """A request is not preempted in the pass that gave it tokens, so nothing uncomputed is
-    visible.
-    """
+    """vllm#57580: no request is preempted in the pass that gave it tokens."""
     bench = big_bench(unit=16, num_blocks=14, budget=32, max_num_seqs=1 if has_priority else 2)
     low = prompt_of(49)
     bench.submit(request("low", low, priority=1))
@@ -97,9 +94,7 @@ def test_b02_preempted_in_the_same_pass(has_priority):
 
 
 def test_b03_every_export_is_aligned():
-    """A chunk starts on a multiple of the alignment, so no planned export is skipped by the
-    kernel.
-    """
+    """vllm#53212: chunks start on the alignment, so the kernel skips no planned export."""
     bench = big_bench(unit=16, budget=64)
     run_alone(bench, "r1", prompt_of(17))
     (row,) = run_alone(bench, "r2", prompt_of(50))
@@ -109,6 +104,7 @@ def test_b03_every_export_is_aligned():
 
 
 def test_b04_unit_that_the_kernel_cannot_write():
+    """vllm#53614: a grid whose positions the kernel can't write is refused."""
     with pytest.raises(ValueError, match="multiple of alignment=16, got 8"):
         big_bench(unit=8)
     bench = big_bench(unit=16, lookahead=1)
@@ -117,7 +113,7 @@ def test_b04_unit_that_the_kernel_cannot_write():
 
 
 def test_b05_state_at_64_never_at_96():
-    """Draft layers and K = 3: the slot holds 64 tokens, is keyed @64, and only @64 finds it."""
+    """vllm#53614, draft layers and K = 3: the slot holds 64 tokens, and only @64 finds it."""
     bench = big_bench(unit=32, lookahead=1, num_speculative_tokens=3)
     (row,) = run_alone(bench, "r", prompt_of(104))
     ((position, slot),) = row.exports
@@ -132,6 +128,7 @@ def test_b05_state_at_64_never_at_96():
 
 
 def test_b06_partial_boundary():
+    """vllm#53614: the state is keyed where it is, not at the end of a block."""
     bench = big_bench(unit=16)
     run_alone(bench, "r", prompt_of(120))
     assert states_of(bench, prompt_of(120)) == [112]
@@ -139,6 +136,7 @@ def test_b06_partial_boundary():
 
 
 def test_b07_transient_states_mid_prompt():
+    """vllm#56794: chunks leave no states of their own; a junction gets its own slot."""
     prompt = prompt_of(240)
     sparse = big_bench(unit=16, budget=128)
     assert [row.end for row in run_alone(sparse, "r", prompt)] == [128, 240]
@@ -155,7 +153,7 @@ def test_b07_transient_states_mid_prompt():
 
 
 def test_b08_table_long_enough_already():
-    """An export gets its slot also when the row needs no new block."""
+    """vllm#55747: an export gets its slot also when the row needs no new block."""
     bench = big_bench(unit=64, budget=20 + 4 * 9, num_speculative_tokens=8)
     first, second, *_ = run_alone(bench, "r", prompt_of(64))
     assert (first.end, second.end) == (48, 64)
@@ -165,6 +163,7 @@ def test_b08_table_long_enough_already():
 
 
 def test_b09_same_prompt_in_the_same_step():
+    """Who goes on and who hits what it left are in one step, in different slots."""
     bench = make_bench(unit=2, block_size=2)
     bench.submit(request("owner", prompt_of(6), max_tokens=4))
     bench.submit(request("second", prompt_of(6), max_tokens=4))
@@ -195,7 +194,7 @@ def test_b10_dies_with_its_pins(ending):
 
 
 def test_b11_hit_is_pinned_before_anything_is_allocated():
-    """Blocks for the tail never come out of the request's own hit."""
+    """vllm#33775: blocks for the tail never come out of the request's own hit."""
     bench = make_bench(num_blocks=8, num_slots=4)
     run_alone(bench, "old", prompt_of(8, seed=9))
     run_alone(bench, "mine", prompt_of(17))
@@ -206,6 +205,7 @@ def test_b11_hit_is_pinned_before_anything_is_allocated():
 
 
 def test_b12_resume_after_reset():
+    """vllm#35157: nothing of the place before a reset is remembered."""
     bench = make_bench()
     bench.submit(request("r", prompt_of(20), max_tokens=8))
     bench.step()
@@ -218,7 +218,7 @@ def test_b12_resume_after_reset():
 
 
 def test_b14_states_of_a_long_prefill_do_not_pile_up():
-    """480K tokens, K = 5, two chunks in flight: 6 slots for itself, and what it exports."""
+    """vllm#55450: 480K tokens, K = 5, two chunks in flight take 6 slots and an export."""
     cache = PrefixCache(num_blocks=150, block_size=3584, num_slots=64, unit=3584)
     scheduler = Scheduler(
         cache,
@@ -238,6 +238,7 @@ def test_b14_states_of_a_long_prefill_do_not_pile_up():
 
 
 def test_b15_failed_admission_gives_back_what_it_matched():
+    """sglang#16067: a match that leads to nothing leaves no pin."""
     bench = make_bench(num_blocks=12, num_slots=8)
     run_alone(bench, "base", prompt_of(17))
     bench.submit(request("running", prompt_of(22, seed=2), max_tokens=8))
@@ -259,7 +260,7 @@ def test_b15_failed_admission_gives_back_what_it_matched():
     [(1600, 2048, 11_844), (1600, 512, 5_000), (11_392, 8192, 30_000), (2048, 1872, 3_026)],
 )
 def test_b17_b19_every_step_makes_progress(unit, budget, num_tokens):
-    """Units that no step can hold, and odd offers: the prefill takes what it is offered."""
+    """vllm#40707, #45414: units that no step can hold; a prefill takes what it is offered."""
     bench = big_bench(unit=unit, num_blocks=20, budget=budget, checks=False)
     rows = run_alone(bench, "r", prompt_of(num_tokens))
     assert all(row.end > row.start for row in rows)
@@ -267,9 +268,7 @@ def test_b17_b19_every_step_makes_progress(unit, budget, num_tokens):
 
 
 def test_b17_other_rows_never_starve_a_prefill():
-    """With every seat decoding but one there are tokens left for the last one's prefill in each
-    step.
-    """
+    """Rows that decode leave tokens for a prefill in every step."""
     bench = make_bench(budget=5 + 4, max_num_seqs=4, alignment=4, num_blocks=200)
     for i in range(3):
         bench.submit(request(f"d{i}", prompt_of(4, seed=i), max_tokens=60))
@@ -296,13 +295,14 @@ def test_b17_other_rows_never_starve_a_prefill():
     ],
 )
 def test_b21_exact_boundary(unit, first, second, hit):
+    """vllm#50235: the state at an exact end is kept, and the one below it."""
     bench = big_bench(unit=unit)
     run_alone(bench, "first", prompt_of(first))
     assert start_of(bench, "second", prompt_of(second)) == hit
 
 
 def test_b23_kv_block_size_changes_nothing():
-    """The grid is that of the states, whatever blocks attention has."""
+    """vllm#54076: the grid is that of the states, whatever blocks attention has."""
     rows = {}
     for block_size in (16, 112, 784, 1568):
         bench = big_bench(unit=1568, block_size=block_size, num_blocks=8 * 1568 // block_size)
@@ -313,9 +313,7 @@ def test_b23_kv_block_size_changes_nothing():
 
 
 def test_b26_refused_or_finished():
-    """What can never fit is refused when it comes; what is taken in runs to its end, alone and with
-    others.
-    """
+    """vllm#52520: what can never fit is refused when it comes; what is taken in ends."""
     bench = make_bench(num_blocks=8, num_slots=2, max_num_seqs=2)
     with pytest.raises(
         ValueError, match="take 9 KV blocks of 4, and there are 8; lower max_tokens"
@@ -332,6 +330,7 @@ def test_b26_refused_or_finished():
 
 
 def test_b27_saved_tail_is_found():
+    """vllm#57179."""
     assert replay_boundary(16_000, 16, 16) == 15_984
     bench = big_bench(unit=16, num_blocks=1100, budget=16_384, lookahead=1)
     run_alone(bench, "first", prompt_of(16_000))
@@ -339,7 +338,7 @@ def test_b27_saved_tail_is_found():
 
 
 def test_b29_a_hit_is_never_deeper_than_its_kv():
-    """3 units of KV and a state at 4: the state goes with its KV, at once."""
+    """vllm#45614: 3 units of KV and a state at 4: the state goes with its KV, at once."""
     bench = big_bench(unit=16, export_every=16)
     prompt = prompt_of(65)
     run_alone(bench, "r", prompt)
@@ -353,13 +352,14 @@ def test_b29_a_hit_is_never_deeper_than_its_kv():
 
 @pytest.mark.parametrize("n", [3784, 7542, 11_292, 15_019, 18_770, 8901])
 def test_b30_draft_layers_cost_one_unit(n):
+    """vllm#54360: one unit, not a block, and never everything."""
     bench = big_bench(lookahead=1, budget=20_000, checks=False)
     run_alone(bench, "first", prompt_of(n))
     assert start_of(bench, "again", prompt_of(n)) == n // 128 * 128 - 128
 
 
 def test_b31_kv_deeper_than_the_state():
-    """KV of 6 units, a state at 4: it resumes at 4 and writes no KV twice."""
+    """vllm#46453: KV of 6 units, a state at 4: it resumes at 4 and writes no KV twice."""
     bench = make_bench(export_every=4)
     prompt = prompt_of(25)
     run_alone(bench, "r", prompt)
@@ -377,6 +377,7 @@ def test_b31_kv_deeper_than_the_state():
 
 
 def test_b32_source_is_the_slot_of_that_position():
+    """vllm#55600: a source is found by key, not by a column."""
     bench = big_bench(unit=1152, block_size=16, num_blocks=1000, budget=16_384)
     run_alone(bench, "first", prompt_of(11_521))
     (row,) = run_alone(bench, "second", prompt_of(12_000))
@@ -387,6 +388,7 @@ def test_b32_source_is_the_slot_of_that_position():
 
 @pytest.mark.parametrize("n", [63, 64, 65, 127, 128, 129])
 def test_b34_b35_identical_prompts_around_a_page(n):
+    """sglang#22935, #28692."""
     bench = big_bench(unit=64)
     run_alone(bench, "long", prompt_of(200))
     assert run_alone(bench, "first", prompt_of(n))[0].kv_start == n // 64 * 64
@@ -394,7 +396,7 @@ def test_b34_b35_identical_prompts_around_a_page(n):
 
 
 def test_b38_sibling_keeps_the_junction():
-    """With draft layers too, the third request with a shared prefix resumes near its end."""
+    """vllm#53945: with draft layers too, the third with a shared prefix resumes near its end."""
     bench = big_bench(unit=16, lookahead=1)
     shared = prompt_of(100)
     for i in range(3):
@@ -404,6 +406,7 @@ def test_b38_sibling_keeps_the_junction():
 
 
 def test_b39_every_turn_finds_the_last():
+    """vllm#43587."""
     bench = big_bench(unit=16)
     tokens: list[int] = []
     for turn in range(6):
@@ -418,6 +421,7 @@ def test_b39_every_turn_finds_the_last():
 
 
 def test_b40_no_capability_no_export():
+    """sglang#30862: without the capability nothing is exported, and so nothing keyed."""
     bench = big_bench(unit=16, num_prefill_checkpoint_blocks=0)
     rows = run_alone(bench, "r", prompt_of(100), max_tokens=2)
     assert all(row.exports == () for row in rows)
@@ -427,9 +431,7 @@ def test_b40_no_capability_no_export():
 
 
 def test_b42_b46_soak_of_a_long_session():
-    """The reported shape at one eighth: long prompt, drafts, many turns; every state read is
-    checked.
-    """
+    """sglang#29973, vllm#56960 at one eighth: long prompt, drafts, many turns."""
     bench = make_bench(
         unit=64,
         num_blocks=400,
@@ -456,7 +458,7 @@ def test_b42_b46_soak_of_a_long_session():
 
 
 def test_b43_chunk_end_is_not_the_block_end():
-    """Chunks of 1866 and 1160 offered: nothing is keyed @2048 but the state after 2048 tokens."""
+    """vllm#34587: a chunk of 1866 tokens leaves nothing that is keyed @2048."""
     bench = big_bench(unit=2048, budget=1866)
     rows = run_alone(bench, "r", prompt_of(3026))
     assert [row.end for row in rows] == [1856, 3026]
@@ -465,6 +467,7 @@ def test_b43_chunk_end_is_not_the_block_end():
 
 
 def test_b52_states_of_the_answer():
+    """vllm#56972: what was generated can be resumed too."""
     bench = make_bench()
     prompt = prompt_of(10)
     run_alone(bench, "r", prompt, max_tokens=20)
@@ -490,7 +493,7 @@ def test_b58_isolation(options):
     assert bench.requests["same"].num_cached_tokens == 16
 
 
-# 2.2: whatever vLLM's alias guard says, the boundary is exported by the forward that passes it
+# whatever vLLM's alias guard says, the boundary is exported by the forward that passes it
 
 VALIDITY = [
     (0, 8000, 1536, False, 7680),
@@ -521,9 +524,7 @@ def test_exports_need_no_alias_guard(case):
 
 
 def test_reservation_is_never_visible_early():
-    """I02 step by step: RESERVED while in flight, READY after the commit, and nothing else has the
-    key.
-    """
+    """I02 step by step: RESERVED while in flight, READY after the commit."""
     bench = make_bench()
     bench.submit(request("r", prompt_of(9)))
     row: ScheduledRow = bench.schedule().rows[0]

@@ -87,9 +87,7 @@ def test_exports_take_the_place_of_older_entries():
 
 
 def test_path_cap_drops_what_an_earlier_chunk_kept():
-    """Chunk by chunk, a path never holds more than its cap, and ends with the most valuable
-    (I25).
-    """
+    """A path never holds more than its cap, and ends with the most valuable (I25)."""
     bench = make_bench(budget=5, max_num_seqs=1, export_every=4, max_states_per_path=2)
     submit(bench, "turn1", prompt_of(13))
     bench.run()
@@ -162,9 +160,7 @@ def test_stop_ids_and_eos():
 
 
 def test_failed_step():
-    """The first of two steps fails: its request ends, that of the second starts again, nothing is
-    visible.
-    """
+    """The first of two steps fails: its request ends, that of the second starts again."""
     bench = make_bench(num_slots=8)
     submit(bench, "first", prompt_of(30), 4)
     bench.schedule()
@@ -285,9 +281,7 @@ def test_equal_prompts_in_one_step():
 
 
 def test_writer_is_waited_for_once():
-    """When the writer fails, who waited for it computes by itself; it doesn't wait for that writer
-    again.
-    """
+    """When the writer fails, who waited for it computes by itself."""
     bench = make_bench()
     submit(bench, "writer", prompt_of(14))
     submit(bench, "other", prompt_of(14))
@@ -300,9 +294,7 @@ def test_writer_is_waited_for_once():
 
 
 def test_kv_written_twice_is_stored_once():
-    """Two requests that computed the same units side by side share the older blocks from then
-    on.
-    """
+    """Two requests that computed the same units side by side share the older blocks then."""
     bench = make_bench(budget=9, max_num_seqs=2, num_slots=12, export_every=0)
     tail = prompt_of(3, seed=7)
     submit(bench, "a", prompt_of(8), 12)
@@ -402,9 +394,7 @@ def test_every_end_leaves_nothing(moment, how):
 
 @pytest.mark.parametrize("num_right", [0, 1, 2, 3])
 def test_accepted_drafts(num_right):
-    """After a of K drafts the running slot holds base + 1 + a tokens; the rest leaves no trace
-    (I15).
-    """
+    """After a of K drafts the running slot holds base + 1 + a tokens (I15)."""
     bench = make_bench(num_speculative_tokens=3, num_slots=20)
     prompt = prompt_of(6)
     answer = generate(prompt, 40)

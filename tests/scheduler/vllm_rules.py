@@ -1,5 +1,4 @@
-"""How vLLM 0.33 splits a prefill of a hybrid model, restated for comparison (scheduling.md, section
-2).
+"""How vLLM 0.33 splits a prefill of a hybrid model, restated for comparison.
 
 B is the tokens of a recurrent block, H the tokens of a hash (H < B: partial hits), s the start of a
 chunk, n the prompt. `draft`: one unit is dropped from every hit because of draft layers.
@@ -82,9 +81,7 @@ def split(rules: Rules, num_tokens: int, start: int = 0) -> list[int]:
 
 
 def growing_prefix(rules: Rules, start: int, step: int, rounds: int) -> list[int]:
-    """Forwards of each round of one stream that grows by `step` tokens a round; the first prompt is
-    warm.
-    """
+    """Forwards of each round of a stream that grows by `step` tokens; its first prompt is warm."""
     forwards = []
     for index in range(1, rounds + 1):
         previous, num_tokens = start + step * (index - 1), start + step * index
