@@ -1,0 +1,194 @@
+"""The Triton kernels at real sizes on CUDA: truth, bits, replay, no compilation for a length."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch_kda.ops import reference
+from torch_kda.ops.attention import mla_decode, mla_prefill
+from torch_kda.ops.conv import causal_conv_prefill
+from torch_kda.ops.kda import kda_decode
+from torch_kda.ops.moe import moe
+from torch_kda.ops.norms import gated_rms_norm
+from torch_kda.tests.checks import assert_close_as_torch, assert_rms, assert_same
+from torch_kda.tests.ops.cases import BOUNDS, GATES, POOLS, Case, run, to, truth
+from torch_kda.tests.ops.triton_cases import (
+    conv_case,
+    drafts_case,
+    lengths_of,
+    mla_decode_case,
+    mla_prefill_case,
+    moe_case,
+)
+
+pytestmark = pytest.mark.gpu
+
+CUDA = {"dtype": torch.bfloat16, "device": "cuda"}
+KDA = CUDA | {"K": 128, "V": 128}
+LATENT = CUDA | {"R": 512, "P": 64, "block_size": 64, "max_blocks": 64}
+
+
+def norm_case(seed: int) -> Case:
+    rng = torch.Generator().manual_seed(seed)
+    x, gate = (torch.randn(33, 12, 256, generator=rng).to(**CUDA)[..., :128] for _ in range(2))
+    return {"x": x, "gate": gate, "weight": torch.randn(128, generator=rng).to(**CUDA), "eps": 1e-5}
+
+
+def sequences(seed: int, rows: int, count: int) -> list[int]:
+    return lengths_of(rows, count, torch.Generator().manual_seed(seed))
+
+
+def prefill_case(seed: int) -> Case:
+    # a context of its own for each; the last has one that is too long to be expanded
+    lengths = [*sequences(seed, 600, 4), 130]
+    seq_lens = [n + 100 * i if n else 0 for i, n in enumerate(lengths)]
+    seq_lens[-1] = 3000 + seed
+    return mla_prefill_case(lengths, seq_lens, 4, K=128, V=128, seed=seed, rows=768, **LATENT)
+
+
+MAKERS: dict[str, tuple[Callable[..., Any], Callable[[int], Case]]] = {
+    "decode": (kda_decode, lambda s: drafts_case(9, 1, H=12, HV=12, seed=s, **KDA)),
+    "decode-drafts": (
+        kda_decode,
+        lambda s: drafts_case(5, 4, H=4, HV=8, gates="softplus", seed=s, **KDA),
+    ),
+    "conv": (
+        causal_conv_prefill,
+        lambda s: conv_case(sequences(s, 400, 6), 432, 1536, seed=s, **CUDA),
+    ),
+    "norm": (gated_rms_norm, norm_case),
+    "mla_decode": (
+        mla_decode,
+        lambda s: mla_decode_case([700 + s, 0, 2900 - s, 16, 3 * s + 1], 1, 32, seed=s, **LATENT),
+    ),
+    "mla_decode-drafts": (
+        mla_decode,
+        lambda s: mla_decode_case([700 + s, 0, 2900 - s], 2, 48, seed=s, **LATENT),
+    ),
+    "mla_prefill": (mla_prefill, prefill_case),
+    "moe": (moe, lambda s: moe_case(24, E=16, k=4, dim=256, F=128, seed=s, **CUDA)),
+    "moe-many": (moe, lambda s: moe_case(200, E=16, k=4, dim=256, F=128, seed=s, **CUDA)),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_two_runs_and_replay(name: str):
+    """Two runs are alike, and a graph captured on one case gives the other's bits."""
+    op, make = MAKERS[name]
+    cases = [make(seed) for seed in (0, 1)]
+    static = {n: x.clone() if isinstance(x, Tensor) else x for n, x in cases[0].items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        op(**static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(**static)
+    pools = [n for n in static if n in POOLS]
+    for case in (cases[1], cases[0]):
+        for n, x in static.items():
+            if isinstance(x, Tensor):
+                x.copy_(case[n])
+        graph.replay()
+        first, second = run(op, case), run(op, case)
+        replayed = (out, *(static[n] for n in POOLS if n in pools))
+        for what, a, b, c in zip(("out", *pools), first, second, replayed, strict=True):
+            assert_same(f"{what}, again", b, a)
+            assert_same(f"{what}, replayed", c, a)
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("H", [12, 16, 24, 32, 48, 64, 96])
+def test_decode_heads(H: int, gates: str, nan_memory: None):
+    case = drafts_case(3, 2, H=H, HV=H, gates=gates, **KDA)
+    expected = truth(reference.kda_decode_ref, case)
+    out, state_pool, conv_pool = run(kda_decode, case)
+    assert_rms("out", out, expected[0], BOUNDS[torch.bfloat16])
+    assert_rms("state", state_pool, expected[1], 1e-5)
+    assert_same("windows", conv_pool.cpu(), expected[2].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("M", [1, 3])
+def test_decode_alone(M: int):
+    case = drafts_case(7, M, H=12, HV=12, **KDA)
+    out, state_pool, _ = run(kda_decode, case)
+    for d in (0, 2, 6):
+        rows = {n: case[n][d * M : (d + 1) * M] for n in ("qkv", "g_raw", "beta_logit", "gate")}
+        rows |= {n: case[n][d : d + 1] for n in ("src_slots", "dst_slots", "num_tokens")}
+        alone, alone_state, _ = run(kda_decode, case, **rows)
+        assert_same(f"out {d}", alone, out[d * M : (d + 1) * M])
+        slot = int(case["dst_slots"][d, 0])
+        assert_same(f"state {d}", alone_state[slot], state_pool[slot])
+
+
+def in_torch(ref: Callable[..., Any], case: Case) -> Tensor:
+    """The reference with every step in bf16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_work", lambda x: x)
+        return run(ref, case)[0]
+
+
+@pytest.mark.parametrize("heads", [12, 32, 64, 96])
+@pytest.mark.parametrize("M", [1, 4])
+def test_mla_decode(heads: int, M: int, nan_memory: None):
+    lens = [M, 0, 511, 1024, 3997]
+    case = mla_decode_case(lens, M, heads, **LATENT)
+    o = mla_decode(**case)
+    expected = truth(reference.mla_decode_ref, case)[0]
+    assert_close_as_torch("o", o, expected, in_torch(reference.mla_decode_ref, case))
+    for d in range(len(lens)):
+        rows = {n: case[n][d : d + 1] for n in ("block_table", "seq_lens")}
+        rows["q"] = case["q"][d * M : (d + 1) * M]
+        assert_same(f"alone {d}", mla_decode(**(case | rows)), o[d * M : (d + 1) * M])
+
+
+@pytest.mark.parametrize(("K", "P", "V"), [(128, 64, 128), (256, 0, 256)], ids=["kimi", "glm"])
+def test_mla_prefill(K: int, P: int, V: int, nan_memory: None):
+    lengths, seq_lens = [300, 0, 5, 129, 200], [300, 0, 700, 2000, 3500]
+    dims = LATENT | {"P": P}
+    case = mla_prefill_case(lengths, seq_lens, 3, K=K, V=V, **dims)
+    o = mla_prefill(**case)
+    expected = truth(reference.mla_prefill_ref, case)[0]
+    assert_close_as_torch("o", o, expected, in_torch(reference.mla_prefill_ref, case))
+    for n, length in enumerate(lengths):
+        begin = int(case["cu_seqlens"][n])
+        one = {name: case[name][n : n + 1] for name in ("block_table", "seq_lens")}
+        one["cu_seqlens"] = case["cu_seqlens"][n : n + 2] - begin
+        one["q"] = case["q"][begin : begin + length]
+        assert_same(f"alone {n}", mla_prefill(**(case | one)), o[begin : begin + length])
+
+
+@pytest.mark.parametrize("M", [16, 300], ids=["few", "many"])
+def test_moe(M: int, nan_memory: None):
+    case = moe_case(M, E=64, k=8, dim=512, F=256, **CUDA)
+    y = moe(**case)
+    expected = truth(reference.moe_ref, case)[0]
+    assert_close_as_torch("y", y, expected, in_torch(reference.moe_ref, case))
+    for m in (0, M // 2, M - 1) if M == 16 else ():
+        rows = {n: case[n][m : m + 1] for n in ("x", "topk_ids", "topk_weights")}
+        assert_same(f"alone {m}", moe(**(case | rows)), y[m : m + 1])
+
+
+def test_lengths_do_not_compile():
+    from torch_kda.ops.triton import conv, latent_prefill
+
+    def compiled() -> int:
+        kernels = (conv._conv_kernel, latent_prefill._wide_kernel, latent_prefill._short_kernel)
+        kernels += (latent_prefill._plan_kernel, latent_prefill._pack_kernel)
+        return sum(len(cache[0]) for k in kernels for cache in k.device_caches.values())
+
+    def call(lengths: list[int], rows: int) -> None:
+        case = conv_case(lengths, rows, 1536, **CUDA)
+        causal_conv_prefill(**case)
+        dims = LATENT | {"max_blocks": 16 + len(lengths)}
+        case = mla_prefill_case(lengths, lengths, 4, K=128, V=128, rows=rows, **dims)
+        mla_prefill(**to(case, torch.bfloat16, "cuda"))
+
+    call([200, 30], 256)
+    before = compiled()
+    for lengths, rows in (([1], 1), ([160], 160), ([7] * 16, 129), ([500, 1, 2], 512)):
+        call(lengths, rows)
+    assert compiled() == before

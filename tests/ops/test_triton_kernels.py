@@ -1,0 +1,218 @@
+"""The Triton kernels against the references: interpreted in fp32 on a CPU, in bf16 on CUDA.
+
+The tests of the ops run on CUDA too; here the kernels are called with tiles so small that a few
+rows take every way through them.
+"""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch_kda.ops import reference
+from torch_kda.tests.checks import assert_close_as_torch, assert_same
+from torch_kda.tests.ops.cases import POOLS, Case, run, to, truth
+from torch_kda.tests.ops.interpreted import kernels
+from torch_kda.tests.ops.triton_cases import (
+    conv_case,
+    drafts_case,
+    mla_decode_case,
+    mla_prefill_case,
+    moe_case,
+)
+
+Kernels = dict[str, ModuleType]
+
+
+@pytest.fixture(name="triton")
+def _triton(device: str, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return kernels(device, monkeypatch)
+
+
+@pytest.fixture(name="dtype")
+def _dtype(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def check(op, ref, case: Case, *, is_strict: bool = True, **tiles: object) -> tuple[Tensor, ...]:
+    """Outputs and pools are as near to float64 as twice the reference's error.
+
+    The reference rounds once, at the end; if not is_strict, after each of its steps.
+    """
+    names = ["out", *(name for name in POOLS if name in case)]
+    results = run(lambda **kwargs: op(**kwargs, **tiles), case)
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_strict:
+            patch.setattr(reference, "_work", lambda x: x)
+        plain = run(ref, to(case, case_dtype(case), "cpu"))
+    for name, x, as_torch, true in zip(names, results, plain, truth(ref, case), strict=True):
+        if name == "kv_pool":
+            assert_same(name, x, case[name])
+        else:
+            assert_close_as_torch(name, x, true, as_torch.to(x.device))
+    return results
+
+
+def case_dtype(case: Case) -> torch.dtype:
+    return next(x.dtype for name, x in case.items() if name in ("qkv", "x", "q"))
+
+
+@pytest.mark.parametrize("gates", ["mixed", "saturated", "softplus", "extreme"])
+@pytest.mark.parametrize(("H", "HV", "M"), [(2, 2, 1), (1, 2, 3)], ids=["1", "grouped-3"])
+def test_decode(triton: Kernels, device: str, dtype: torch.dtype, gates, H, HV, M, nan_memory):
+    dims = {"K": 128, "V": 128} if device == "cuda" else {"K": 64, "V": 32}
+    case = drafts_case(4, M, H=H, HV=HV, **dims, dtype=dtype, device=device, gates=gates)
+    scale = dims["K"] ** -0.5
+
+    def op(**kwargs):
+        return triton["decode"].kda_decode(**kwargs, scale=scale, eps=1e-5)
+
+    out, state_pool, conv_pool = check(op, reference.kda_decode_ref, case)
+    expected = run(reference.kda_decode_ref, to(case, dtype, "cpu"))
+    assert_same("windows", conv_pool.cpu(), expected[2])
+    for d, count in enumerate(case["num_tokens"].tolist()):
+        unreal = out[d * M + (count if case["src_slots"][d] >= 0 else 0) : (d + 1) * M]
+        assert_same(f"unreal {d}", unreal, torch.zeros_like(unreal))
+    untouched = set(range(len(state_pool))) - set(case["dst_slots"].flatten().tolist())
+    for slot in untouched:
+        assert_same(f"slot {slot}", state_pool[slot], case["state_pool"][slot])
+
+
+@pytest.mark.parametrize(
+    "lengths", [[37], [0, 5, 0, 33, 1, 2, 3, 16], [0, 0]], ids=["one", "many", "empty"]
+)
+def test_conv(triton: Kernels, device: str, dtype: torch.dtype, lengths, nan_memory):
+    case = conv_case(lengths, sum(lengths) + 7, 24, dtype=dtype, device=device)
+    tiles = {"block_t": 8, "block_c": 16}
+    op = triton["conv"].causal_conv_prefill
+    y, pool = check(op, reference.causal_conv_prefill_ref, case, **tiles)
+    expected, expected_pool = run(reference.causal_conv_prefill_ref, to(case, dtype, "cpu"))
+    assert_same("windows", pool.cpu(), expected_pool)
+    assert_same("padding", y[sum(lengths) :].cpu(), expected[sum(lengths) :])
+    bare = dict.fromkeys(("checkpoint_indptr", "checkpoint_offsets", "checkpoint_slots"))
+    no_exports, _ = run(lambda **kwargs: op(**kwargs, **tiles), case, **bare)
+    assert_same("without exports", no_exports, y)
+
+
+def test_conv_bits(triton: Kernels, device: str, dtype: torch.dtype):
+    """The same bits alone, in a batch at any place, and resumed from an export."""
+    lengths = [7, 48, 33]
+    case = conv_case(lengths, 88, 24, dtype=dtype, device=device)
+
+    def op(**kwargs):
+        return triton["conv"].causal_conv_prefill(**kwargs, block_t=8, block_c=16)
+
+    y, pool = run(op, case)
+    one = conv_case([48], 48, 24, dtype=dtype, device=device)
+    one |= {"x": case["x"][7:55], "weight": case["weight"], "conv_pool": case["conv_pool"]}
+    one["initial_slots"] = case["initial_slots"][[1, 3, 4]]
+    assert_same("alone", run(op, one)[0], y[7:55])
+    rest = conv_case([32], 32, 24, dtype=dtype, device=device)
+    rest |= {"x": case["x"][23:55], "weight": case["weight"], "conv_pool": pool}
+    rest["initial_slots"][0] = case["checkpoint_slots"][1]
+    assert_same("resumed", run(op, rest)[0], y[23:55])
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 20), (7,), (2, 3, 4, 16), (0, 4, 16)], ids=str)
+def test_norm(triton: Kernels, device: str, dtype: torch.dtype, shape, nan_memory):
+    x, gate = (3 * torch.randn(shape).to(device, dtype) for _ in range(2))
+    case = {"x": x, "gate": gate, "weight": torch.randn(shape[-1]).to(device, dtype), "eps": 1e-5}
+    op = triton["norms"].gated_rms_norm
+    (y,) = check(op, reference.gated_rms_norm_ref, case, block_rows=4)
+    wide = torch.cat([x, x], dim=-1)[..., : shape[-1]]
+    assert_same("strided", op(wide, gate, case["weight"], eps=1e-5), y)
+
+
+@pytest.mark.parametrize("block_n", [16, 32], ids=["one block a tile", "two blocks a tile"])
+@pytest.mark.parametrize("M", [1, 3])
+def test_mla_decode(triton: Kernels, device: str, dtype: torch.dtype, M, block_n, nan_memory):
+    lens, dims = [M, 0, 40, 16, 129], {"R": 16, "P": 4, "dtype": dtype, "device": device}
+    case = mla_decode_case(lens, M, 3, **dims)
+    tiles = {"split_tokens": 32, "block_n": block_n}
+    op, ref = triton["latent_decode"].mla_decode, reference.mla_decode_ref
+    o, _ = check(op, ref, case, is_strict=False, **tiles)
+    for d in range(5):
+        rows = {n: case[n][d : d + 1] for n in ("block_table", "seq_lens")}
+        rows["q"] = case["q"][d * M : (d + 1) * M]
+        assert_same(f"alone {d}", op(**(case | rows), **tiles), o[d * M : (d + 1) * M])
+
+
+def test_mla_decode_in_launches(triton: Kernels, device: str, dtype, monkeypatch):
+    """Rows beyond the workspace are another launch's, with the same bits."""
+    dims = {"R": 16, "P": 0, "dtype": dtype, "device": device}
+    case = mla_decode_case([40, 70, 3, 33, 100], 1, 2, **dims)
+    op = triton["latent_decode"]
+    o, _ = check(
+        op.mla_decode, reference.mla_decode_ref, case, is_strict=False, split_tokens=32, block_n=16
+    )
+    # 8 parts of 2 rows: two rows of the batch at a time
+    monkeypatch.setattr(op, "WORKSPACE_BYTES", 2 * 4 * 4 * 2 * (16 + 2))
+    assert_same("o", op.mla_decode(**case, split_tokens=32, block_n=16), o)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seq_lens"),
+    [([37], [37]), ([0, 5, 0, 33, 1, 20, 17], [0, 5, 0, 70, 49, 20, 300])],
+    ids=["37", "mixed"],
+)
+def test_mla_prefill(
+    triton: Kernels, device: str, dtype: torch.dtype, lengths, seq_lens, monkeypatch, nan_memory
+):
+    """Wide from 16 rows, but for the last, whose context is too long for that."""
+    dims = {"R": 16, "P": 4, "K": 8, "V": 6} if device == "cpu" else {"R": 32, "P": 8}
+    dims = {"K": 24, "V": 16} | dims | {"dtype": dtype, "device": device}
+    case = mla_prefill_case(lengths, seq_lens, 2, **dims)
+    module = triton["latent_prefill"]
+    if device == "cpu":
+        monkeypatch.setattr(module, "_expand", expand_fp32)
+    monkeypatch.setattr(module, "KV_BYTES", 1)  # a head at a time
+    tiles = {"min_rows": 16, "wide": (16, 16, 4, 2), "short": (16, 16, 4, 2)}
+    o, _ = check(module.mla_prefill, reference.mla_prefill_ref, case, is_strict=False, **tiles)
+    assert_same("padding", o[sum(lengths) :], torch.zeros_like(o[sum(lengths) :]))
+    monkeypatch.setattr(module, "KV_BYTES", 1 << 30)
+    assert_same("all heads at once", module.mla_prefill(**case, **tiles), o)
+    for n, length in enumerate(lengths):
+        begin = int(case["cu_seqlens"][n])
+        one = {name: case[name][n : n + 1] for name in ("block_table", "seq_lens")}
+        one["cu_seqlens"] = case["cu_seqlens"][n : n + 2] - begin
+        one["q"] = case["q"][begin : begin + length]
+        alone = module.mla_prefill(**(case | one), **tiles)
+        assert_same(f"alone {n}", alone, o[begin : begin + length])
+
+
+def expand_fp32(latent: Tensor, weight: Tensor, numbers: Tensor) -> Tensor:
+    """The grouped matmul knows bf16 only."""
+    out = torch.full((latent.shape[0], weight.shape[0]), float("nan"))
+    out[: int(numbers[0])] = latent[: int(numbers[0])] @ weight.mT
+    return out
+
+
+@pytest.mark.parametrize("M", [1, 9])
+def test_moe_few(triton: Kernels, device: str, dtype: torch.dtype, M, nan_memory):
+    case = moe_case(M, E=5, k=2, dim=24, F=16, dtype=dtype, device=device)
+    op = triton["experts"].moe
+    tiles = {"few_choices": 100, "tile": (16, 16, 4, 2, 1)}
+    (y,) = check(op, reference.moe_ref, case, is_strict=False, **tiles)
+    for m in {0, M // 2, M - 1}:
+        rows = {n: case[n][m : m + 1] for n in ("x", "topk_ids", "topk_weights")}
+        assert_same(f"alone {m}", op(**(case | rows), **tiles), y[m : m + 1])
+
+
+@pytest.mark.parametrize("M", [1, 9, 40])
+def test_moe_many(triton: Kernels, device: str, M, nan_memory):
+    case = moe_case(M, E=5, k=2, dim=24, F=16, dtype=torch.bfloat16, device=device)
+    op = triton["experts"].moe
+    (y,) = check(op, reference.moe_ref, case, is_strict=False, few_choices=0)
+    assert_same("int64", op(**(case | {"topk_ids": case["topk_ids"].long()}), few_choices=0), y)
+
+
+def test_mla_store(triton: Kernels, device: str, dtype: torch.dtype):
+    pool = torch.randn(4, 16, 20).to(device, dtype)
+    expected, latent = pool.clone(), torch.randn(11, 40).to(device, dtype)[:, :20]
+    places = [17, -1, 63, 64, 0, -20, 1_000_000, 5, 6, 7, 8]
+    slots = torch.tensor(places, dtype=torch.int32, device=device)
+    for m, place in enumerate(places):
+        if 0 <= place < 64:
+            expected[place // 16, place % 16] = latent[m]
+    triton["latents"].mla_store(latent, pool, slots)
+    assert_same("pool", pool, expected)
