@@ -88,7 +88,14 @@ def build_engine(
         export_every=config.checkpoint_interval,
         num_decode_states=2 if is_caching else 0,
     )
-    engine = Engine(runner, scheduler, tokenizer, seed=config.seed, shares_prefixes=is_caching)
+    engine = Engine(
+        runner,
+        scheduler,
+        tokenizer,
+        seed=config.seed,
+        shares_prefixes=is_caching,
+        max_steps_in_flight=config.max_steps_in_flight,
+    )
     for line in describe(engine):
         log.info(line)
     return engine
@@ -98,17 +105,22 @@ def describe(engine: Engine) -> list[str]:
     """What runs, in lines for people."""
     model, runner, scheduler = engine.model_config, engine.runner, engine.scheduler
     layers = f"{model.num_kda_layers} KDA + {model.num_mla_layers} MLA layers"
-    exports = scheduler.num_prefill_checkpoint_blocks
+    exports = scheduler.limits.num_prefill_checkpoint_blocks
     prefill = f"single pass, up to {exports} states exported a forward"
     if not engine.shares_prefixes:
         prefill = "no prefix caching"
     elif exports == 0:
         prefill = "two passes: a forward ends wherever a state is to be kept"
+    compiled = "runs eagerly"
+    if runner.is_compiled:
+        start = "warm" if runner.is_warm_start else "cold"
+        compiled = f"compiled in {runner.compile_seconds:.1f} s ({start} start)"
     return [
         f"torch-kda {__version__}: {model.name}, {layers}, {model.dtype} on {runner.device}",
         f"prefill: {prefill}; unit {scheduler.cache.unit}, budget "
-        f"{scheduler.max_num_batched_tokens:,} tokens a step",
+        f"{scheduler.limits.max_num_batched_tokens:,} tokens a step",
         f"memory: {runner.plan}",
+        f"model: {compiled}" + (f"; {runner.captured}" if runner.captured else ""),
     ]
 
 

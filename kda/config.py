@@ -186,6 +186,12 @@ class EngineConfig:
     dtype: str = "auto"  # "auto": the model's own; else "float32" or "bfloat16"
     device: str = "cpu"  # "cpu", "cuda" or "cuda:N"
     seed: int = 0  # of random weights, and of requests that bring none
+    compile: bool | None = None  # the model as one compiled graph; None: on CUDA
+    compile_cache: str | None = None  # folder that keeps compilations for the next start
+    cuda_graphs: bool | None = None  # steps are replayed from graphs; None: on CUDA if compiled
+    decode_buckets: tuple[int, ...] | None = None  # rows that get a graph; None: chosen
+    prefill_buckets: tuple[int, ...] | None = None  # tokens that get a graph; None: chosen
+    steps_in_flight: int | None = None  # 1 or 2; None: 2 on CUDA, where host and device overlap
 
     def __post_init__(self) -> None:
         require = _Checker("EngineConfig", self)
@@ -220,6 +226,31 @@ class EngineConfig:
         require(self.dtype in dtypes, "dtype", f"one of {dtypes}")
         is_device = self.device == "cpu" or self.device.partition(":")[0] == "cuda"
         require(is_device, "device", "'cpu', 'cuda' or 'cuda:N'")
+        self._check_run(require)
+
+    def _check_run(self, require: _Checker) -> None:
+        require(not (self.cuda_graphs and self.device == "cpu"), "cuda_graphs", "off on a CPU")
+        require(self.steps_in_flight in (None, 1, 2), "steps_in_flight", "None, 1 or 2")
+        for field, step in (("decode_buckets", 1), ("prefill_buckets", CHECKPOINT_ALIGNMENT)):
+            sizes = getattr(self, field) or ()
+            is_right = list(sizes) == sorted(set(sizes)) and all(
+                size > 0 and size % step == 0 for size in sizes
+            )
+            require(is_right, field, f"None or ascending positive multiples of {step}")
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.device != "cpu" if self.compile is None else self.compile
+
+    @property
+    def has_graphs(self) -> bool:
+        if self.cuda_graphs is None:
+            return self.is_compiled and self.device != "cpu"
+        return self.cuda_graphs
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        return self.steps_in_flight or (1 if self.device == "cpu" else 2)
 
     @property
     def max_num_checkpoints(self) -> int:

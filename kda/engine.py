@@ -2,8 +2,10 @@
 
 import logging
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from ..scheduler.request import Request, RequestOutput, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from .config import ModelConfig
 from .output import OutputText
-from .runner import ModelRunner, StepResult, TokenLogprobs
+from .runner import LaunchedStep, ModelRunner, StepResult, TokenLogprobs
 from .tokenizer import Tokenizer
 
 log = logging.getLogger("torch_kda.engine")
@@ -37,8 +39,18 @@ class _Running:
     text: OutputText
 
 
+class _Flight(NamedTuple):
+    """A step between its launch and its end."""
+
+    batch: ScheduledBatch
+    launched: LaunchedStep | Exception  # an error of its launch is reported in its turn
+
+
 class Engine:
-    """Continuous batching over one runner. One thread submits, steps and aborts."""
+    """Continuous batching over one runner. One thread submits, steps and aborts.
+
+    With two steps in flight the host plans and launches one while the device runs the one before.
+    """
 
     def __init__(
         self,
@@ -48,6 +60,7 @@ class Engine:
         *,
         seed: int = 0,
         shares_prefixes: bool = True,
+        max_steps_in_flight: int = 1,
     ) -> None:
         """
         Args:
@@ -55,14 +68,17 @@ class Engine:
             tokenizer: None: outputs have no text, and stop strings are refused.
             seed: of the seeds given to requests that bring none.
             shares_prefixes: whether a request may start from what others have left in the cache.
+            max_steps_in_flight: 1 or 2, at most the scheduler's.
         """
         self.runner = runner
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.shares_prefixes = shares_prefixes
+        self.max_steps_in_flight = max_steps_in_flight
         self._seeds = random.Random(seed)
         self._num_submitted = 0
         self._running: dict[str, _Running] = {}
+        self._flights: deque[_Flight] = deque()  # oldest first
 
     @property
     def model_config(self) -> ModelConfig:
@@ -70,8 +86,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
-        return bool(self._running)
+        """Whether a request is waiting or running, or a step has not come back."""
+        return bool(self._running or self._flights)
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Whether `submit` would take this.
@@ -148,9 +164,14 @@ class Engine:
         return request_id
 
     def step(self) -> list[RequestUpdate]:
-        """Run one forward and return what it brought, in the batch's order."""
-        batch = self.scheduler.schedule()
-        result = self._run(batch)
+        """Launch what there is room for; wait for the oldest forward and return what it brought, in
+        its batch's order. Without anything to run: nothing.
+        """
+        self._launch()
+        if not self._flights:
+            return []
+        batch, launched = self._flights.popleft()
+        result = self._finish(batch, launched)
         outputs = self._retire(batch, result)
         return self._updates(batch, result, outputs)
 
@@ -161,15 +182,28 @@ class Engine:
         self.scheduler.abort(request_id)
         return True
 
-    def _run(self, batch: ScheduledBatch) -> StepResult | Exception:
-        if not batch.rows:
-            return StepResult([], [])
+    def _launch(self) -> None:
+        """Fill up the steps in flight. The device starts on one when the one before it is done."""
+        while len(self._flights) < self.max_steps_in_flight:
+            batch = self.scheduler.schedule()
+            if not batch.rows:
+                return
+            try:
+                launched = self.runner.launch(batch)
+            # whatever it is, it ends the requests of this step and no others
+            except Exception as error:
+                launched = _logged(batch, error)
+            self._flights.append(_Flight(batch, launched))
+
+    def _finish(
+        self, batch: ScheduledBatch, launched: LaunchedStep | Exception
+    ) -> StepResult | Exception:
+        if isinstance(launched, Exception):
+            return launched
         try:
-            return self.runner.run(batch)
-        # whatever it is, it ends the requests of this step and no others
+            return self.runner.finish(launched)
         except Exception as error:
-            log.exception("step %d with %d rows failed", batch.step, len(batch.rows))
-            return error
+            return _logged(batch, error)
 
     def _retire(self, batch: ScheduledBatch, result: StepResult | Exception) -> list[RequestOutput]:
         if isinstance(result, Exception):
@@ -211,6 +245,11 @@ class Engine:
             finish_reason=reason,
             error=output.error,
         )
+
+
+def _logged(batch: ScheduledBatch, error: Exception) -> Exception:
+    log.error("step %d with %d rows failed", batch.step, len(batch.rows), exc_info=error)
+    return error
 
 
 def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -79,7 +79,6 @@ class LLM:
         model: str | Path | ModelConfig = "tiny",
         *,
         tokenizer: Tokenizer | None = None,
-        compile: bool = False,
         **settings: Any,
     ) -> None:
         """
@@ -87,7 +86,6 @@ class LLM:
             model: a folder with a Kimi-Linear checkpoint; or a preset's name or a config, whose
                 weights are then random, by `seed`.
             tokenizer: None: the folder's own, or bytes for random weights.
-            compile: run the model as one compiled graph.
             settings: fields of `EngineConfig`. `device` is CUDA where there is one.
 
         Raises:
@@ -105,7 +103,7 @@ class LLM:
         if tokenizer is None:
             tokenizer = self._default_tokenizer(folder)
         self.tokenizer = tokenizer
-        runner = ModelRunner(loaded, config, compile=compile)
+        runner = ModelRunner(loaded, config)
         self.engine = build_engine(runner, config, tokenizer, weights=_fingerprint(folder))
 
     def generate(

@@ -1,7 +1,8 @@
 """An engine whose forwards are remembered: when they ran, what they computed, their logits."""
 
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from .build import build_engine
 from .config import EngineConfig
 from .engine import Engine
 from .model import KDAForCausalLM
-from .runner import ModelRunner, StepResult
+from .runner import LaunchedStep, ModelRunner, StepResult
 from .step import StepInputs
 from .timeline import Forward, Lane
 from .tokenizer import Tokenizer
@@ -53,23 +54,29 @@ class RequestRun:
 
 
 class RecordingRunner(ModelRunner):
-    """A runner that remembers when each step ran and what logits it gave."""
+    """A runner, eager, that remembers when each step ran and what logits it gave."""
 
     def __init__(self, model: KDAForCausalLM, config: EngineConfig) -> None:
-        super().__init__(model, config)
+        super().__init__(model, replace(config, compile=False, cuda_graphs=False))
         self.steps: list[tuple[float, float, ScheduledBatch, Tensor]] = []
-        self._logits = torch.empty(0)
+        self._started = deque[tuple[float, Tensor]]()
+        self._last_logits = torch.empty(0)
 
-    def run(self, batch: ScheduledBatch) -> StepResult:
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         start = time.perf_counter()
-        result = super().run(batch)  # returns when the device is done
-        self.steps.append((start, time.perf_counter(), batch, self._logits))
+        launched = super().launch(batch)
+        self._started.append((start, self._last_logits))
+        return launched
+
+    def finish(self, launched: LaunchedStep) -> StepResult:
+        result = super().finish(launched)
+        start, logits = self._started.popleft()
+        self.steps.append((start, time.perf_counter(), launched.batch, logits))
         return result
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        logits = super().forward(inputs)
-        self._logits = logits.clone()  # a replayed graph writes to the same place each time
-        return logits
+        self._last_logits = super().forward(inputs)
+        return self._last_logits
 
 
 class Session:

@@ -1,23 +1,32 @@
 """Runs steps on one device: batch in, token ids out."""
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from typing import NamedTuple
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache.storage import Pools
-from ..scheduler.batch import ScheduledBatch
+from ..scheduler.batch import ScheduledBatch, ScheduledRow
 from ..scheduler.request import SamplingParams
+from .buckets import MIN_ROWS, Buckets, Shape, exact_shape
+from .compilation import CompileCache, compile_model
 from .config import EngineConfig, MemoryPlan, plan_memory
+from .graphs import CaptureSummary, CudaRecorder, Recorder, StepGraphs
 from .model import KDAForCausalLM
 from .sampler import Sampled, SamplingRows, sample
-from .step import TOKEN_ALIGNMENT, StepBuffers, StepInputs, mark_token_dim
+from .step import StepBuffers, StepInputs, mark_sizes
 
 # pools on a CPU: the tiny model keeps 100 conversations in it, and filling it takes 0.1 s
 CPU_POOL_BYTES = 256 << 20
+NUM_IN_FLIGHT = 2  # steps launched and not finished, at most
 GREEDY = SamplingParams(temperature=0)
+DRAWING = ("temperature", "keys")  # what a draw without filters reads
+
+log = logging.getLogger("torch_kda.runner")
 
 
 class TokenLogprobs(NamedTuple):
@@ -38,46 +47,8 @@ class LaunchedStep(NamedTuple):
     """A step that is on its way on the device."""
 
     batch: ScheduledBatch
-    sampled: Sampled  # on the device; the step after may take its tokens from here
-    host: Sampled  # its copy, complete once `copied` has happened
+    host: Sampled  # what it drew, on the host; complete once `copied` has happened
     copied: torch.cuda.Event | None  # None on a CPU
-
-
-class Buckets(NamedTuple):
-    """Sizes to which steps are padded, ascending, so that few compilations or graphs serve all.
-
-    Above the last one, and with none given, a step has its own size (T in multiples of 16).
-    """
-
-    decode_rows: tuple[int, ...] = ()
-    prefill_tokens: tuple[int, ...] = ()
-
-    @classmethod
-    def up_to(cls, max_decode_rows: int, max_prefill_tokens: int) -> "Buckets":
-        """Steps of at most an eighth: padding costs little, and there are few sizes."""
-        return cls(
-            _sizes_up_to(max_decode_rows, 1), _sizes_up_to(max_prefill_tokens, TOKEN_ALIGNMENT)
-        )
-
-    def shape(self, num_decode_rows: int, num_prefill_tokens: int) -> tuple[int, int]:
-        """(D, T) for a step. 0 stays 0: steps without one of the segments have their own graph."""
-        D = _bucket(self.decode_rows, num_decode_rows)
-        T = _bucket(self.prefill_tokens, num_prefill_tokens)
-        return D, -(-T // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
-
-
-def _sizes_up_to(limit: int, least: int) -> tuple[int, ...]:
-    sizes, size = [], least
-    while size < limit:
-        sizes.append(size)
-        # eighths of the power of two below, on the grid of `least`
-        size += max(least, (1 << (size.bit_length() - 1)) // 8 // least * least)
-    return (*sizes, -(-limit // least) * least)
-
-
-def _bucket(sizes: tuple[int, ...], size: int) -> int:
-    at = bisect_left(sizes, size)
-    return sizes[at] if size and at < len(sizes) else size
 
 
 class ModelRunner:
@@ -85,19 +56,30 @@ class ModelRunner:
 
     `run` is `launch` then `finish`; launching the next step before finishing this one keeps the
     device busy. Nothing is derived here: slots, blocks and exports are the batch's.
+
+    A step runs eagerly, or as a compiled graph, or as the replay of a recording of either. In each
+    case the tokens it drew lie in one buffer on the device, from which the next step may take them.
     """
 
     def __init__(
-        self, model: KDAForCausalLM, config: EngineConfig, *, compile: bool = False
+        self,
+        model: KDAForCausalLM,
+        config: EngineConfig,
+        *,
+        recorder: Recorder | None = None,
+        backend: str | Callable[..., Any] = "inductor",
     ) -> None:
-        """
+        """Compiles and records what the config asks for, which takes from seconds to minutes.
+
         Args:
             model: with weights, on its device; its config is `config.resolve`d.
-            compile: run the model as one compiled graph, with D padded to few sizes.
+            recorder: of steps, if the config asks for graphs. None: CUDA graphs.
+            backend: of torch.compile.
 
         Raises:
             ValueError: the memory holds no request of full length.
             NotImplementedError: draft tokens are asked for.
+            RuntimeError: a step can't be recorded.
         """
         if config.num_speculative_tokens:
             raise NotImplementedError(
@@ -105,31 +87,36 @@ class ModelRunner:
             )
         self.model = model
         self.device = model.embed.device
-        self.plan: MemoryPlan = plan_memory(model.config, config, _free_bytes(self.device, config))
+        self.is_compiled = config.is_compiled
+        self._model_call = compile_model(model, backend) if self.is_compiled else model
+        if self.device.type == "cuda":
+            _load_kernels(model, self.device)
         with torch.inference_mode():
-            self.pools = Pools.allocate(
-                model.config,
-                self.plan.num_state_slots,
-                self.plan.num_kv_blocks,
-                config.kv_block_size,
-                getattr(torch, model.config.dtype),
-                self.device,
+            self.buffers = self._make_buffers(config)
+            rows = self.buffers.max_decode_rows + self.buffers.max_prefill_rows
+            # drawn by the step launched last, by its rows
+            self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
+            self.plan: MemoryPlan = plan_memory(model.config, config, self._bytes_for_pools(config))
+            self.pools = self._make_pools(
+                config, self.plan.num_state_slots, self.plan.num_kv_blocks
             )
-            self.buffers = StepBuffers(
-                max_decode_rows=config.max_num_seqs,
-                max_prefill_tokens=config.max_num_batched_tokens,
-                max_prefill_rows=config.max_num_seqs,
-                max_checkpoints=config.max_num_checkpoints,
-                max_blocks=-(-model.config.max_model_len // config.kv_block_size),
-                block_size=config.kv_block_size,
-                device=self.device,
-            )
-        self.is_compiled = compile
-        # T is the one dynamic size of the compiled graph: any multiple of 16 is served by it
-        decode_sizes = _sizes_up_to(config.max_num_seqs, 1) if compile else ()
-        self.buckets = Buckets(decode_sizes)
-        self._model_call = torch.compile(model, fullgraph=True) if compile else model
-        self._last_tokens: Tensor | None = None  # of the step launched last, by its rows
+            pinned = self.device.type == "cuda"
+            self._hosts = [
+                torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
+                for _ in range(NUM_IN_FLIGHT)
+            ]
+            self._turn = 0
+            self.graphs: StepGraphs | None = None
+            # written by recorded steps, outside of the graphs' pool: good until the next one
+            self._logits = torch.empty(0, device=self.device)
+            self._drawing = SamplingRows.pack([], [], 0, self.device)
+            self.captured: CaptureSummary | None = None
+            self.compile_seconds = 0.0
+            self.is_warm_start = False
+            if self.is_compiled:
+                self._compile(config)
+            if config.has_graphs or recorder is not None:
+                self._capture(config, recorder or CudaRecorder(self.device), rows)
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         """One step from start to end, with the step's one wait for the device."""
@@ -138,15 +125,19 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Queue a step. A row with `prev_row` takes its token from the launch before this."""
-        shape = self.buckets.shape(batch.num_decode_rows, batch.num_prefill_tokens)
-        inputs = self.buffers.fill(batch, *shape)
-        if any(row.prev_row >= 0 for row in batch.rows):
-            assert self._last_tokens is not None, "prev_row without a step before"
-            self.buffers.take_tokens(inputs, self._last_tokens)
-        logits = self.forward(inputs)
-        sampled = sample(logits, self._sampling_rows(batch, logits.shape[0]))
-        self._last_tokens = sampled.token_ids
-        return self._copy_out(batch, sampled)
+        rows = batch.rows
+        num_rows, num_tokens = batch.num_decode_rows, batch.num_prefill_tokens
+        recorded = self.graphs.find(num_rows, num_tokens) if self.graphs else None
+        shape = recorded or exact_shape(num_rows, num_tokens)
+        self.buffers.fill(batch, *shape)
+        if self.graphs and recorded:
+            self.graphs.replay(recorded)
+            logits = self._logits[: self._num_logits(shape)]
+        else:
+            takes = any(row.prev_row >= 0 for row in rows)
+            logits = self._step(shape, takes_tokens=takes)
+        drawn = self._draw_others(rows, logits)
+        return self._copy_out(batch, drawn)
 
     def finish(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and read its tokens."""
@@ -158,24 +149,157 @@ class ModelRunner:
         return StepResult(tokens, _logprobs(launched))
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Logits [R, vocab] fp32 of one step; graph replay will be chosen here."""
-        if self.is_compiled and inputs.input_ids.shape[0] > inputs.decode_dst_slots.numel():
-            mark_token_dim(inputs)
+        """Logits [R, vocab] fp32 of one step, not replayed."""
+        if self.is_compiled:
+            mark_sizes(inputs)
         pools = self.pools
         return self._model_call(inputs, pools.state, pools.conv, pools.kv)
 
-    def _sampling_rows(self, batch: ScheduledBatch, num_rows: int) -> SamplingRows:
-        params = [row.sampling if row.samples else GREEDY for row in batch.rows]
-        indices = [row.sample_index for row in batch.rows]
-        return SamplingRows.pack(params, indices, num_rows, self.device)
+    def _step(self, shape: Shape, *, takes_tokens: bool) -> Tensor:
+        """The step that the buffers hold: logits, and the greedy tokens in their place."""
+        inputs, prev_rows = self.buffers.layout(*shape)
+        if takes_tokens:
+            self.buffers.take_tokens(inputs, prev_rows, self.tokens)
+        logits = self.forward(inputs)
+        torch.argmax(logits, dim=-1, out=self.tokens[: logits.shape[0]])
+        return logits
 
-    def _copy_out(self, batch: ScheduledBatch, sampled: Sampled) -> LaunchedStep:
+    def _draw_others(self, rows: Sequence[ScheduledRow], logits: Tensor) -> Sampled:
+        """Tokens of rows that are not greedy, and log probabilities where they are asked for."""
+        params = [row.sampling if row.samples else GREEDY for row in rows]
+        if all(p.temperature == 0 and p.logprobs is None for p in params):
+            return Sampled(self.tokens[: len(rows)], None, None, None)
+        indices = [row.sample_index for row in rows]
+        packed = SamplingRows.pack(params, indices, logits.shape[0], self.device)
+        is_plain = not packed.is_filtered and packed.num_logprobs is None
+        if self.graphs and is_plain and logits.data_ptr() == self._logits.data_ptr():
+            for name in DRAWING:
+                getattr(self._drawing, name)[: len(logits)].copy_(getattr(packed, name))
+            self.graphs.draw(len(logits))
+            return Sampled(self.tokens[: len(rows)], None, None, None)
+        drawn = sample(logits, packed)
+        self.tokens[: len(logits)].copy_(drawn.token_ids)
+        return drawn
+
+    def _copy_out(self, batch: ScheduledBatch, drawn: Sampled) -> LaunchedStep:
+        count = len(batch.rows)
+        host = self._hosts[self._turn][:count]
+        self._turn = (self._turn + 1) % len(self._hosts)
+        host.copy_(self.tokens[:count], non_blocking=True)
         if self.device.type != "cuda":
-            return LaunchedStep(batch, sampled, sampled, None)
-        host = Sampled._make(x if x is None else _to_host(x) for x in sampled)
+            return LaunchedStep(batch, drawn._replace(token_ids=host), None)
+        rest = (x if x is None else _to_host(x) for x in drawn[1:])
         copied = torch.cuda.Event()
         copied.record()
-        return LaunchedStep(batch, sampled, host, copied)
+        return LaunchedStep(batch, Sampled(host, *rest), copied)
+
+    # start
+
+    def _make_buffers(self, config: EngineConfig) -> StepBuffers:
+        return StepBuffers(
+            max_decode_rows=max(config.max_num_seqs, MIN_ROWS),
+            max_prefill_tokens=config.max_num_batched_tokens,
+            max_prefill_rows=config.max_num_seqs,
+            max_checkpoints=config.max_num_checkpoints,
+            max_blocks=-(-self.model.config.max_model_len // config.kv_block_size),
+            block_size=config.kv_block_size,
+            device=self.device,
+        )
+
+    def _make_pools(self, config: EngineConfig, num_slots: int, num_blocks: int) -> Pools:
+        dtype = getattr(torch, self.model.config.dtype)
+        return Pools.allocate(
+            self.model.config, num_slots, num_blocks, config.kv_block_size, dtype, self.device
+        )
+
+    def _bytes_for_pools(self, config: EngineConfig) -> int:
+        """Free memory less what the largest step takes; the weights are there already."""
+        if self.device.type != "cuda":
+            return CPU_POOL_BYTES
+        step = self._bytes_of_step(config)
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(self.device)[0]
+        return int((free - step) * config.memory_fraction)
+
+    def _bytes_of_step(self, config: EngineConfig) -> int:
+        """Memory of the largest step, run eagerly over padding alone."""
+        self.pools = self._make_pools(config, 1, 1)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        shape = exact_shape(0, config.max_num_batched_tokens)
+        inputs = self.buffers.fill(ScheduledBatch(0, ()), *shape)
+        self.model(inputs, self.pools.state, self.pools.conv, self.pools.kv)
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _compile(self, config: EngineConfig) -> None:
+        """One call of each kind of step, over padding alone."""
+        cache = None
+        if config.compile_cache is not None:
+            model, engine = self.model.config, config
+            sizes = (self.plan, engine.max_num_seqs, engine.max_num_checkpoints)
+            cache = CompileCache(config.compile_cache, self.device, model, *sizes)
+            self.is_warm_start = cache.load()
+        started = time.perf_counter()
+        D = max(MIN_ROWS, min(16, self.buffers.max_decode_rows))
+        T = min(1024, self.buffers.max_prefill_tokens)
+        for shape in (Shape(0, T), Shape(D, 0), Shape(D, T)):
+            self._fill_padding(shape)
+            self._step(shape, takes_tokens=False)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.compile_seconds = time.perf_counter() - started
+        log.info("compiled in %.1f s", self.compile_seconds)
+        if cache is not None:
+            cache.save()
+
+    def _capture(self, config: EngineConfig, recorder: Recorder, rows: int) -> None:
+        chosen = Buckets.up_to(config.max_num_seqs, config.max_num_batched_tokens)
+        limits = (self.buffers.max_decode_rows, self.buffers.max_prefill_tokens)
+        given = (config.decode_buckets, config.prefill_buckets)
+        least = (MIN_ROWS, 1)
+        sizes = [
+            default if sizes is None else tuple(s for s in sizes if low <= s <= most)
+            for default, sizes, low, most in zip(
+                (chosen.rows, chosen.tokens), given, least, limits, strict=True
+            )
+        ]
+        vocab = self.model.config.vocab_size
+        self._logits = torch.empty(rows, vocab, device=self.device)
+        self._drawing = SamplingRows.pack([], [], rows, self.device)
+        graphs = StepGraphs(recorder, Buckets(*sizes))
+        # all capacity is padding now, so any shape is
+        self._fill_padding(Shape(*limits))
+        num_logits = {self._num_logits(shape) for shape in graphs.buckets.shapes}
+        self.captured = graphs.capture(self._recorded_step, self._recorded_draw, list(num_logits))
+        self.graphs = graphs
+
+    def _recorded_step(self, shape: Shape) -> None:
+        logits = self._step(shape, takes_tokens=True)
+        self._logits[: logits.shape[0]].copy_(logits)
+
+    def _recorded_draw(self, num_logits: int) -> None:
+        rows = {name: getattr(self._drawing, name)[:num_logits] for name in DRAWING}
+        drawing = replace(self._drawing, **rows, is_greedy=False)
+        drawn = sample(self._logits[:num_logits], drawing)
+        self.tokens[:num_logits].copy_(drawn.token_ids)
+
+    def _num_logits(self, shape: Shape) -> int:
+        return shape.D + (self.buffers.max_prefill_rows if shape.T else 0)
+
+    def _fill_padding(self, shape: Shape) -> None:
+        self.buffers.fill(ScheduledBatch(0, ()), *shape)
+
+
+def _load_kernels(model: KDAForCausalLM, device: torch.device) -> None:
+    """Onto the device, before a capture that could not."""
+    if not model.config.kda_layers:
+        return
+    from ..cute_kernels.kda_prefill import prepare
+
+    gate = "softplus" if model.config.gate_lower_bound is None else "bounded"
+    prepare(device, (gate,))
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -197,10 +321,3 @@ def _logprobs(launched: LaunchedStep) -> list[list[TokenLogprobs]]:
         top = tuple(zip(ids[i][:count], values[i][:count], strict=True))
         found.append([TokenLogprobs(own[i], top)])
     return found
-
-
-def _free_bytes(device: torch.device, config: EngineConfig) -> int:
-    """Memory for the pools, the weights being there already."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
-    return CPU_POOL_BYTES

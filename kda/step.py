@@ -39,11 +39,25 @@ class StepInputs(NamedTuple):
     )  # [R] int32, rows of the hidden states whose logits are wanted; padding: 0
 
 
-def mark_token_dim(inputs: StepInputs) -> None:
-    """Tell the compiler that T varies (T > 0); every other size is a capacity."""
-    for tensor in (inputs.input_ids, inputs.slot_mapping):
-        # a lower bound without an upper one is an internal error in torch 2.13
-        torch._dynamo.mark_dynamic(tensor, 0, min=TOKEN_ALIGNMENT, max=1 << 30)
+_TOKEN_FIELDS = ("input_ids", "slot_mapping")
+_ROW_FIELDS = (
+    "decode_src_slots",
+    "decode_dst_slots",
+    "block_table",
+    "seq_lens",
+    "sample_rows",
+)
+
+
+def mark_sizes(inputs: StepInputs) -> None:
+    """Tell the compiler that D and T vary; every other size is a capacity.
+
+    So there are three compilations: with prefill tokens alone, with decode rows alone, with both.
+    A D of 1 would be one more, since the compiler takes 0 and 1 for constants.
+    """
+    has_rows = inputs.decode_src_slots.shape[0] > 0
+    for name in (*_TOKEN_FIELDS, *(_ROW_FIELDS if has_rows else ())):
+        torch._dynamo.mark_dynamic(getattr(inputs, name), 0)
 
 
 class StepBuffers:
@@ -143,11 +157,17 @@ class StepBuffers:
         self.prev_rows = layout.prev_rows
         return layout.inputs
 
-    def take_tokens(self, inputs: StepInputs, sampled: torch.Tensor) -> None:
+    def layout(self, D: int, T: int) -> tuple[StepInputs, torch.Tensor]:
+        """The tensors that `fill` gives for (D, T), and `prev_rows` of that layout."""
+        layout = self._layout(D, T)
+        return layout.inputs, layout.prev_rows
+
+    @staticmethod
+    def take_tokens(inputs: StepInputs, prev_rows: torch.Tensor, sampled: torch.Tensor) -> None:
         """Put tokens that the step before sampled, by its rows, where `inputs` waits for them."""
-        known = self.prev_rows < 0
-        rows = torch.where(known, 0, self.prev_rows)
-        inputs.input_ids.copy_(torch.where(known, inputs.input_ids, sampled[rows]))
+        rows = prev_rows.clamp(min=0)
+        taken = torch.where(prev_rows < 0, inputs.input_ids, sampled[rows])
+        inputs.input_ids.copy_(taken)
 
     def _sizes(self, D: int, T: int) -> dict[str, int]:
         """Leading sizes, in packed order. The table comes last: its tail isn't copied."""

@@ -11,7 +11,7 @@ from torch_kda.kda.config import EngineConfig
 from torch_kda.kda.engine import Engine, RequestUpdate
 from torch_kda.kda.model import KDAForCausalLM
 from torch_kda.kda.presets import model_preset
-from torch_kda.kda.runner import ModelRunner, StepResult
+from torch_kda.kda.runner import LaunchedStep, ModelRunner, StepResult
 from torch_kda.kda.tokenizer import Tokenizer
 from torch_kda.scheduler.batch import ScheduledBatch
 from torch_kda.scheduler.request import SamplingParams
@@ -41,10 +41,13 @@ class CountingRunner(ModelRunner):
         self.batches: list[ScheduledBatch] = []
         self.breaks_at: int | None = None  # the forward, counted from 0, that raises half-way
 
-    def run(self, batch: ScheduledBatch) -> StepResult:
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         self.batches.append(batch)
-        result = super().run(batch)
-        if self.breaks_at == len(self.batches) - 1:
+        return super().launch(batch)
+
+    def finish(self, launched: LaunchedStep) -> StepResult:
+        result = super().finish(launched)
+        if self.breaks_at == self.batches.index(launched.batch):
             raise RuntimeError("out of memory: 12 of 8 GiB")
         return result
 
@@ -86,6 +89,12 @@ class Bench:
         return tokens_of(self.run()[request_id])
 
 
+@pytest.fixture(params=[1, 2], ids="in-flight{}".format)
+def in_flight(request: pytest.FixtureRequest) -> int:
+    """Steps in flight: nothing that a request gets may depend on it."""
+    return request.param
+
+
 def tokens_of(updates: Sequence[RequestUpdate]) -> list[int]:
     return [token for update in updates for token in update.token_ids]
 
@@ -112,8 +121,9 @@ def test_step_single_pass(model: KDAForCausalLM):
 
 
 @pytest.mark.parametrize("length", [1, UNIT - 1, UNIT, UNIT + 1, 4 * UNIT, 4 * UNIT + 1, 150])
-def test_step_follow_up(model: KDAForCausalLM, bench: Bench, length: int):
+def test_step_follow_up(model: KDAForCausalLM, length: int, in_flight: int):
     """A follow-up resumes at the deepest boundary, be it in the prompt or in the answer."""
+    bench = Bench(model, steps_in_flight=in_flight)
     first = prompt_of(length, seed=length)
     answer = bench.answer(first)
     follow_up = [*first, *answer, *prompt_of(50, seed=99)]
@@ -133,19 +143,19 @@ def test_step_same_prompt_again(model: KDAForCausalLM, bench: Bench):
     assert bench.runner.prefills == [(0, 128), (96, 128)]
 
 
-def test_step_longer_than_budget(model: KDAForCausalLM):
+def test_step_longer_than_budget(model: KDAForCausalLM, in_flight: int):
     prompt = prompt_of(300)
-    bench = Bench(model, max_num_batched_tokens=96)
+    bench = Bench(model, steps_in_flight=in_flight, max_num_batched_tokens=96)
     assert bench.answer(prompt) == reference(model, prompt)
     assert [end - start for start, end in bench.runner.prefills] == [96, 96, 96, 12]
 
 
-def test_step_many_prompts(model: KDAForCausalLM):
+def test_step_many_prompts(model: KDAForCausalLM, in_flight: int):
     """Ten prompts, some with a common beginning, through few seats and a small budget."""
     common = prompt_of(70, seed=5)
     prompts = [prompt_of(13 * i + 3, seed=i) for i in range(6)]
     prompts += [[*common, *prompt_of(5 * i + 1, seed=50 + i)] for i in range(4)]
-    bench = Bench(model, max_num_batched_tokens=80)
+    bench = Bench(model, steps_in_flight=in_flight, max_num_batched_tokens=80)
     ids = [bench.engine.submit(prompt, GREEDY) for prompt in prompts]
     updates = bench.run()
     assert [tokens_of(updates[i]) for i in ids] == [reference(model, p) for p in prompts]
@@ -154,11 +164,11 @@ def test_step_many_prompts(model: KDAForCausalLM):
     assert [updates[i][0].num_cached_tokens for i in ids[-3:]] == [64, 64, 64]
 
 
-def test_step_preemption(model: KDAForCausalLM):
+def test_step_preemption(model: KDAForCausalLM, in_flight: int):
     """KV for fewer tokens than four requests want: some wait again, all get their own tokens."""
     sampling = replace(GREEDY, max_tokens=40)
     prompts = [prompt_of(100 + i, seed=i) for i in range(4)]
-    bench = Bench(model, num_kv_blocks=32)
+    bench = Bench(model, steps_in_flight=in_flight, num_kv_blocks=32)
     ids = [bench.engine.submit(prompt, sampling) for prompt in prompts]
     bench.engine.scheduler.check_integrity()
     updates = bench.run()
@@ -167,19 +177,19 @@ def test_step_preemption(model: KDAForCausalLM):
     assert [tokens_of(updates[i]) for i in ids] == expected
 
 
-def test_step_few_slots(model: KDAForCausalLM):
+def test_step_few_slots(model: KDAForCausalLM, in_flight: int):
     """Two running states and nothing for the cache: slower, never wrong."""
     prompts = [prompt_of(50 + i, seed=i) for i in range(4)]
-    bench = Bench(model, num_state_slots=2)
+    bench = Bench(model, steps_in_flight=in_flight, num_state_slots=2)
     ids = [bench.engine.submit(prompt, GREEDY) for prompt in prompts]
     updates = bench.run()
     assert [tokens_of(updates[i]) for i in ids] == [reference(model, p) for p in prompts]
     assert max(len(batch.rows) for batch in bench.runner.batches) == 2
 
 
-def test_abort(model: KDAForCausalLM):
+def test_abort(model: KDAForCausalLM, in_flight: int):
     """Aborted while waiting, in the middle of its prefill, and while it decodes."""
-    bench = Bench(model, max_num_seqs=2, max_num_batched_tokens=64)
+    bench = Bench(model, steps_in_flight=in_flight, max_num_seqs=2, max_num_batched_tokens=64)
     engine, kept, long = bench.engine, prompt_of(90, seed=1), prompt_of(250, seed=2)
     staying = engine.submit(kept, GREEDY)
     in_prefill = engine.submit(long, GREEDY)
@@ -202,9 +212,9 @@ def test_abort(model: KDAForCausalLM):
 
 
 @pytest.mark.parametrize("breaks_at", [0, 1, 3], ids="forward{}".format)
-def test_step_failing_forward(model: KDAForCausalLM, breaks_at: int):
+def test_step_failing_forward(model: KDAForCausalLM, breaks_at: int, in_flight: int):
     """Its requests end with the error; the others go on, and nothing half-written is reused."""
-    bench = Bench(model, max_num_seqs=2)
+    bench = Bench(model, steps_in_flight=in_flight, max_num_seqs=2)
     bench.runner.breaks_at = breaks_at
     prompts = [prompt_of(70 + i, seed=i) for i in range(5)]
     ids = [bench.engine.submit(prompt, GREEDY) for prompt in prompts]
@@ -223,15 +233,16 @@ def test_step_failing_forward(model: KDAForCausalLM, breaks_at: int):
         assert bench.answer(prompt) == reference(model, prompt)
 
 
-def test_seeds(model: KDAForCausalLM, bench: Bench):
+def test_seeds(model: KDAForCausalLM, in_flight: int):
     """A request's random tokens depend on its seed, not on the batch or on the cache."""
+    bench = Bench(model, steps_in_flight=in_flight)
     prompt = prompt_of(60)
     sampling = SamplingParams(max_tokens=12, seed=5, ignore_eos=True, top_p=0.9)
     alone = bench.answer(prompt, sampling)
     assert len(set(alone)) > 6
     assert bench.answer(prompt, sampling) == alone  # from the cache
     assert bench.answer(prompt, replace(sampling, seed=6)) != alone
-    crowded = Bench(model, max_num_batched_tokens=48)
+    crowded = Bench(model, steps_in_flight=in_flight, max_num_batched_tokens=48)
     others = [crowded.engine.submit(prompt_of(33, seed=i), sampling) for i in range(3)]
     mine = crowded.engine.submit(prompt, sampling)
     updates = crowded.run()
@@ -249,7 +260,8 @@ def test_seeds_not_given(model: KDAForCausalLM):
     assert runs[0] == runs[1] and runs[0][0] != runs[0][1] and runs[0] != runs[2]
 
 
-def test_stop_token_ids(bench: Bench):
+def test_stop_token_ids(model: KDAForCausalLM, in_flight: int):
+    bench = Bench(model, steps_in_flight=in_flight)
     tokens = bench.answer(prompt_of(40))
     stop = replace(GREEDY, stop_token_ids=(tokens[2],))
     request_id = bench.engine.submit(prompt_of(40), stop)
@@ -257,10 +269,10 @@ def test_stop_token_ids(bench: Bench):
     assert tokens_of(updates) == tokens[:3] and updates[-1].finish_reason == "stop"
 
 
-def test_eos(model: KDAForCausalLM):
+def test_eos(model: KDAForCausalLM, in_flight: int):
     """The model's own end is honoured unless the request says otherwise."""
     expected = reference(model, prompt_of(40))
-    bench = Bench(model)
+    bench = Bench(model, steps_in_flight=in_flight)
     bench.runner.model.config, before = (
         replace(model.config, eos_token_ids=(expected[3],)),
         model.config,
@@ -272,7 +284,7 @@ def test_eos(model: KDAForCausalLM):
         model.config = before
 
 
-def test_stop_text(model: KDAForCausalLM, monkeypatch: pytest.MonkeyPatch):
+def test_stop_text(model: KDAForCausalLM, monkeypatch: pytest.MonkeyPatch, in_flight: int):
     """A text across two tokens ends the output before it; nothing of it leaves early."""
     expected = reference(model, prompt_of(40))
     letters = {token: chr(97 + i) for i, token in enumerate(dict.fromkeys(expected))}
@@ -280,7 +292,7 @@ def test_stop_text(model: KDAForCausalLM, monkeypatch: pytest.MonkeyPatch):
         Tokenizer, "token_bytes", lambda self, token: letters.get(token, "?").encode()
     )
     text = "".join(letters[token] for token in expected)
-    bench = Bench(model)
+    bench = Bench(model, steps_in_flight=in_flight)
     request_id = bench.engine.submit(prompt_of(40), replace(GREEDY, stop=(text[2:4], "zz")))
     updates = bench.run()[request_id]
     assert [update.text for update in updates] == [text[0], text[1], "", ""]
@@ -299,8 +311,9 @@ def test_model_length_ends(model: KDAForCausalLM, bench: Bench):
     assert len(tokens_of(updates)) == 4 and updates[-1].finish_reason == "length"
 
 
-def test_logprobs(model: KDAForCausalLM, bench: Bench):
+def test_logprobs(model: KDAForCausalLM, in_flight: int):
     """Log probabilities are those of one prefill over prompt and answer."""
+    bench = Bench(model, steps_in_flight=in_flight)
     prompt = prompt_of(45)
     request_id = bench.engine.submit(prompt, replace(GREEDY, logprobs=3))
     bench.engine.submit(prompt_of(30, seed=8), GREEDY)
@@ -309,7 +322,7 @@ def test_logprobs(model: KDAForCausalLM, bench: Bench):
     found = [item for update in updates for item in update.logprobs]
     assert len(found) == len(tokens)
     for i in range(len(tokens)):
-        one = Bench(model)
+        one = Bench(model, steps_in_flight=in_flight)
         again = one.engine.submit([*prompt, *tokens[:i]], replace(GREEDY, max_tokens=1, logprobs=3))
         expected = one.run()[again][0].logprobs[0]
         assert [token for token, _ in found[i].top] == [token for token, _ in expected.top]

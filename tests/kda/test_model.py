@@ -16,7 +16,7 @@ from torch_kda.kda.layers import MoE
 from torch_kda.kda.mixers import KDAMixer
 from torch_kda.kda.model import KDAForCausalLM
 from torch_kda.kda.presets import PRESETS, model_preset
-from torch_kda.kda.step import StepInputs, mark_token_dim
+from torch_kda.kda.step import StepInputs, mark_sizes
 from torch_kda.ops.reference import log_decay
 from torch_kda.scheduler.batch import ScheduledBatch, ScheduledRow
 from torch_kda.tests.checks import assert_same
@@ -277,7 +277,7 @@ def test_compile_inductor() -> None:
             # another content in each layer, so that taking one layer's memory for another shows
             pool[0] += 0.1 * (i + 1)
         inputs = driver.buffers.fill(ScheduledBatch(0, tuple(rows)))
-        mark_token_dim(inputs)
+        mark_sizes(inputs)
         eager, lowered = copied(driver.pools), copied(driver.pools)
         expected = run(driver.model, inputs, eager)
         if source:

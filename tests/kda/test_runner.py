@@ -7,7 +7,7 @@ import torch
 from torch_kda.kda.config import EngineConfig, ModelConfig
 from torch_kda.kda.model import KDAForCausalLM
 from torch_kda.kda.presets import model_preset
-from torch_kda.kda.runner import Buckets, ModelRunner, StepResult
+from torch_kda.kda.runner import ModelRunner, StepResult
 from torch_kda.scheduler.batch import ScheduledBatch, ScheduledRow
 from torch_kda.scheduler.request import SamplingParams
 
@@ -149,28 +149,6 @@ def test_launch_two_in_flight(runner: ModelRunner):
     third = runner.launch(batches[2])
     tokens += [runner.finish(step).token_ids[0][0] for step in (second, third)]
     assert tokens == expected
-
-
-def test_run_padded_is_same(model: KDAForCausalLM, runner: ModelRunner):
-    """Padding a step to a bucket changes nothing."""
-    padded = ModelRunner(model, CONFIG)
-    padded.buckets = Buckets((4,), (256,))
-    for slot, blocks in ((0, 0), (2, 8)):
-        assert generate(padded, PROMPT, 5, slot, blocks) == generate(
-            runner, PROMPT, 5, slot, blocks
-        )
-
-
-def test_buckets():
-    buckets = Buckets.up_to(64, 8192)
-    assert buckets.shape(0, 0) == (0, 0)
-    assert buckets.shape(3, 0) == (3, 0) and buckets.shape(0, 17) == (0, 32)
-    assert buckets.shape(17, 8000) == (18, 8192)
-    assert buckets.shape(65, 8193) == (65, 8208)  # above the last: its own size
-    for sizes in buckets:
-        assert all(b - a <= max(16, a / 8) for a, b in zip(sizes, sizes[1:], strict=False))
-    assert Buckets.up_to(5, 100) == Buckets((1, 2, 3, 4, 5), tuple(range(16, 113, 16)))
-    assert Buckets().shape(5, 33) == (5, 48)
 
 
 def test_speculative_tokens_refused(model: KDAForCausalLM):

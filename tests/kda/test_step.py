@@ -198,7 +198,7 @@ def test_take_tokens() -> None:
         row([7, 8, 0], 0, src=-1, dst=6, blocks=array("i", [3]), prev_row=1),
     ]
     inputs = into.fill(ScheduledBatch(0, tuple(rows)), 4, 16)
-    into.take_tokens(inputs, torch.tensor([90, 91, 92]))
+    into.take_tokens(inputs, into.prev_rows, torch.tensor([90, 91, 92]))
     assert inputs.input_ids.tolist() == [92, 44, 90, 0, 7, 8, 91, *[0] * 13]
 
 
