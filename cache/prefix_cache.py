@@ -13,7 +13,7 @@ from .state_pool import SlotStatus, StatePool
 
 @dataclass(slots=True)
 class Match:
-    """What a prompt finds; pinned until `cancel`, or `release` (its KV) and `unpin` (its source)."""
+    """What a prompt finds; pinned until `cancel`, or `release` (KV) and `unpin` (source)."""
 
     node: Node  # deepest unit of KV
     source: Node | None  # carries the deepest usable state
@@ -109,6 +109,11 @@ class PrefixCache:
         self._order = EvictionOrder()
 
     @property
+    def drop(self) -> int:
+        """Tokens that a hit is short of its KV because of draft layers."""
+        return self.unit if self.lookahead else 0
+
+    @property
     def num_available_blocks(self) -> int:
         """Blocks that are free or can be made free at once."""
         unpinned = len(self._nodes) - self._num_referenced
@@ -184,6 +189,25 @@ class PrefixCache:
         node = self._nodes.get(key)
         return node is not None and node.slot >= 0
 
+    def promote(self, key: bytes, kind: Kind) -> None:
+        """Somebody wants the state of this key for `kind`: from now on it counts as that."""
+        node = self._nodes.get(key)
+        if node is not None and node.slot >= 0:
+            self._promote(node, kind)
+
+    def num_cached_units(self, keys: list[bytes]) -> int:
+        """How many units of KV along `keys` are there. Cheap: pins nothing, walks nothing."""
+        # KV goes from the leaves, so what is there is a prefix
+        nodes = self._nodes
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in nodes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def find(self, key: bytes) -> Node | None:
         return self._nodes.get(key)
 
@@ -229,6 +253,7 @@ class PrefixCache:
         if node.slot >= 0:
             self.counters.duplicate_states += 1
             self.state_pool.release(slot)
+            self._promote(node, kind)
             return False
         if not self._make_path_room(node, kind):
             self.counters.states_over_path_cap += 1
@@ -303,17 +328,10 @@ class PrefixCache:
     # tree
 
     def _path_of(self, keys: list[bytes]) -> list[Node]:
-        """Nodes of `keys`, deepest first. KV goes from the leaves, so what is there is a prefix."""
-        nodes = self._nodes
-        low, high = 0, len(keys)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if keys[middle - 1] in nodes:
-                low = middle
-            else:
-                high = middle - 1
+        """The cached nodes of `keys`, deepest first."""
+        depth = self.num_cached_units(keys)
         path = []
-        node = nodes[keys[low - 1]] if low else None
+        node = self._nodes[keys[depth - 1]] if depth else None
         while node is not None and node.depth:
             path.append(node)
             node = node.parent
@@ -357,6 +375,11 @@ class PrefixCache:
         self._node_of_slot[slot] = None
         node.slot = NO_SLOT
         node.is_spent = False
+
+    def _promote(self, node: Node, kind: Kind) -> None:
+        if kind < node.kind:
+            node.kind = kind
+            self._refresh(node)
 
     def _refresh_from(self, node: Node) -> None:
         """Something below changed: looks again at the nearest state at or above `node`."""

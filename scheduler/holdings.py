@@ -63,10 +63,13 @@ class Holdings:
         if key is not None:
             self.announced.pop(key, None)
 
-    def is_wanted(self, live: LiveRequest, position: int) -> bool:
+    def is_wanted(self, live: LiveRequest, position: int, kind: Kind) -> bool:
         """Whether nobody has kept, or is about to keep, the state after these tokens."""
         key = self.key_at(live, position)
-        return key is None or not (key in self.announced or self.cache.has_state(key))
+        if key is None:
+            return True
+        self.cache.promote(key, kind)
+        return not (key in self.announced or self.cache.has_state(key))
 
     # keeping: RUNNING -> RESERVED or WRITTEN
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from ..cache.policy import Kind, checkpoint_positions, replay_boundary
+from ..cache.policy import Kind, replay_boundary
 from ..cache.prefix_cache import Match
+from .admission import blocks_to_admit, find_writer, wanted_states
 from .batch import ScheduledBatch, ScheduledRow
 from .chunking import plan_chunk
 from .holdings import Holdings
@@ -44,7 +45,6 @@ class Pass:
         self.cache = holdings.cache
         self.counters = counters
         self.step = step
-        self.drop = self.cache.unit if self.cache.lookahead else 0
         # tokens left for prefill; those of decode rows are set aside
         self.budget = limits.max_num_batched_tokens
         self.next_waiting = 0  # index of the waiting request to look at
@@ -105,7 +105,7 @@ class Pass:
         if live.grid_state is not None:
             position, slot = live.grid_state
             live.grid_state = None
-            if self.holdings.is_wanted(live, position):
+            if self.holdings.is_wanted(live, position, Kind.DECODE):
                 self.holdings.keep_scratch(live, position, slot)
         live.last_row = len(self.decode_rows)
         self.decode_lives.append(live)
@@ -161,7 +161,7 @@ class Pass:
         most = self.limits.num_prefill_checkpoint_blocks
         wanted: list[tuple[int, Kind]] = []
         for position, kind in live.plan.items():
-            if not start < position <= end or not self.holdings.is_wanted(live, position):
+            if not start < position <= end or not self.holdings.is_wanted(live, position, kind):
                 continue
             if len(wanted) < most:
                 wanted.append((position, kind))
@@ -229,28 +229,30 @@ class Pass:
 
     def _try_admit(self, live: LiveRequest) -> None:
         """Admits the waiting request, passes it over while its writer runs, or ends admission."""
-        running = self.queues.running
+        self.holdings.extend_keys(live)
         if (
             self.is_starved
             or self.budget < self.limits.alignment
             or (self.barrier is not None and live.order >= self.barrier)
-            or (self._is_full and running[-1].order < live.order)
+            or not self._may_fit(live)
         ):
             self.admits = False
             return
-        self.holdings.extend_keys(live)
-        num_tokens, unit = len(live.token_ids), self.cache.unit
-        max_units = replay_boundary(num_tokens, unit, self.drop) // unit
+        num_tokens, unit, every = len(live.token_ids), self.cache.unit, self.limits.export_every
+        max_units = replay_boundary(num_tokens, unit, self.cache.drop) // unit
         match = self.cache.match(live.keys, max_units)
         hit = match.source.depth if match.source else 0
-        if self._is_deferred(live, hit, max_units):
+        writer = find_writer(self.holdings.announced, live, hit, max_units)
+        if writer is not None:
+            self.counters.deferrals += writer[0] not in live.deferred_to
+            live.deferred_to.update([writer])
             self.cache.cancel(match)
             self.next_waiting += 1
             return
         start = hit * unit
-        plan = self._wanted_states(live, start, match.node.depth * unit)
+        plan = wanted_states(live, self.cache, start, match.node.depth * unit, every)
         end = self._chunk_end(num_tokens, start, plan)
-        if end == start or not self._make_room(live, match):
+        if end == start or not self._make_room(live):
             self.cache.cancel(match)
             self.admits = False
             return
@@ -259,51 +261,31 @@ class Pass:
         live.plan = plan
         self._add_prefill(live, start, end, match.source.slot if match.source else -1)
 
+    def _may_fit(self, live: LiveRequest) -> bool:
+        """Whether it is worth to look closer: there is room, or a later request to preempt.
+
+        Most steps of a full machine end here, so nothing is done that grows with the prompt.
+        """
+        running = self.queues.running
+        if running and running[-1].order > live.order:
+            return True
+        return self._has_room(blocks_to_admit(self.queues.running, live, self.cache))
+
+    def _has_room(self, blocks: int) -> bool:
+        return (
+            not self._is_full
+            and self.cache.num_available_slots >= self.limits.row_tokens
+            and self.cache.num_available_blocks >= blocks
+        )
+
     @property
     def _is_full(self) -> bool:
         return len(self.queues.running) >= self.limits.max_num_seqs
 
-    def _is_deferred(self, live: LiveRequest, hit: int, max_units: int) -> bool:
-        """Whether a step in flight makes a deeper hit possible; each writer is waited for once."""
-        found = None
-        for key, by in self.holdings.announced.items():
-            if hit < by.depth <= max_units and live.keys[by.depth - 1] == key:
-                awaited = live.deferred_to.get(by.writer, key)
-                if awaited == key:
-                    hit, found = by.depth, (by.writer, key)
-        if found is None:
-            return False
-        writer, key = found
-        self.counters.deferrals += writer not in live.deferred_to
-        live.deferred_to[writer] = key
-        return True
-
-    def _wanted_states(self, live: LiveRequest, start: int, kv_cached: int) -> dict[int, Kind]:
-        positions = checkpoint_positions(
-            start,
-            len(live.token_ids),
-            self.cache.unit,
-            drop=self.drop,
-            # with draft layers a hit is always one unit short of the KV
-            junction=kv_cached if kv_cached > start + self.drop else 0,
-            named=live.request.checkpoint_positions,
-            every=self.limits.export_every,
-        )
-        return dict(positions[: self.cache.max_states_per_path])
-
-    def _make_room(self, live: LiveRequest, match: Match) -> bool:
+    def _make_room(self, live: LiveRequest) -> bool:
         """Makes sure of a seat, slots and KV for the whole prompt; preempts later requests."""
-        size = self.cache.block_size
-        blocks = -(-len(live.token_ids) // size) - len(match.blocks)
-        for other in self.queues.running:
-            if other.order < live.order:
-                # what an earlier request was admitted for is not for others
-                blocks += max(-(-other.prefill_end // size) - len(other.table), 0)
-        while (
-            self._is_full
-            or self.cache.num_available_slots < self.limits.row_tokens
-            or self.cache.num_available_blocks < blocks
-        ):
+        blocks = blocks_to_admit(self.queues.running, live, self.cache)
+        while not self._has_room(blocks):
             was_full = self._is_full
             if not self._preempt_after(live) and not (was_full and not self._is_full):
                 self.is_starved = True

@@ -331,9 +331,7 @@ def _check_tokens(batch: ScheduledBatch, tokens: Sequence[Sequence[int]]) -> Non
 def _cut(new: Sequence[int], live: LiveRequest) -> tuple[Sequence[int], str | None]:
     """The new tokens up to where the request ends, and why it does."""
     room = live.limit - len(live.token_ids)
-    count = 0
-    for token in new:
-        count += 1
+    for count, token in enumerate(new, 1):
         if token in live.stop_ids:
             return new[:count], "stop"
         if count == room:

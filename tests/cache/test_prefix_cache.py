@@ -126,6 +126,25 @@ def test_publish_keeps_the_older_state():
     assert cache.state_pool.num_free == 7
 
 
+def test_promote():
+    """A state that somebody wants for a better reason is no longer spent."""
+    cache = make_cache()
+    publish(cache, stream(1), {8: Kind.DECODE, 16: Kind.END})
+    key = keys_of(stream(1), cache)[1]
+    node = cache.find(key)
+    assert node is not None and node.is_spent
+    cache.promote(key, Kind.PERIODIC)
+    assert node.is_spent and node.kind is Kind.PERIODIC
+    cache.promote(key, Kind.NAMED)
+    assert not node.is_spent and node.kind is Kind.NAMED
+    cache.promote(key, Kind.DECODE)
+    assert node.kind is Kind.NAMED
+    cache.promote(b"no such key", Kind.NAMED)
+    publish(cache, stream(1), {8: Kind.JUNCTION})
+    assert node.kind is Kind.JUNCTION
+    cache.check_integrity()
+
+
 def test_publish_checks_the_position():
     """A slot has one position, and no other key than that of this position (I14)."""
     cache = make_cache()
