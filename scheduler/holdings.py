@@ -130,22 +130,25 @@ class Holdings:
         if len(live.keys) < units:
             self.extend_keys(live)
         width = cache.blocks_per_unit
+        replaced: dict[int, tuple[int, ...]] = {}
+        freed: list[int] = []
         while node.depth < units:
             first = node.depth * width
             own = tuple(live.table.ids[first : first + width].tolist())
             node = cache.extend(node, live.keys[node.depth], own)
             if node.blocks is not own:
                 # another request was first: from now on both use its blocks
-                live.table.replace(first, node.blocks)
-                self._free_blocks(live, own)
+                replaced[first] = node.blocks
+                freed += own
         live.node = node
-
-    def _free_blocks(self, live: LiveRequest, blocks: tuple[int, ...]) -> None:
+        if not replaced:
+            return
+        live.table.replace(replaced)
         if live.num_in_flight:
             # the newest flight is the last that can read them
-            self.flights[-1].freed_blocks.extend(blocks)
+            self.flights[-1].freed_blocks += freed
         else:
-            self.cache.block_pool.release(blocks)
+            cache.block_pool.release(freed)
 
     def _publish_state(self, live: LiveRequest, kept: KeptState) -> None:
         node = self.cache.find(live.keys[kept.position // self.cache.unit - 1])

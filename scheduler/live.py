@@ -1,7 +1,7 @@
 """What the scheduler keeps of a request, and of a step in flight."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +35,11 @@ class BlockTable:
         self._buffer[old:new] = blocks
         self.ids = self._buffer[:new]
 
-    def replace(self, first: int, blocks: Sequence[int]) -> None:
-        """Puts blocks with the same content in the place of others."""
+    def replace(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        """Puts blocks with the same content in the place of others; keys are where they begin."""
         self._buffer = self.ids.copy()
-        self._buffer[first : first + len(blocks)] = blocks
+        for first, ids in blocks.items():
+            self._buffer[first : first + len(ids)] = ids
         self.ids = self._buffer
 
 

@@ -11,7 +11,7 @@ def test_block_table_views_do_not_change():
         expected.append(block)
         views.append((table.ids, list(expected)))
         if block % 10 == 0:
-            table.replace(1, [100 + block, 200 + block])
+            table.replace({1: [100 + block], 2: [200 + block]})
             expected[1:3] = [100 + block, 200 + block]
             views.append((table.ids, list(expected)))
     assert all(view.tolist() == shown for view, shown in views)
