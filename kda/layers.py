@@ -99,6 +99,10 @@ class MoE(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return ids, weights * self.scaling_factor
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = moe(x, self.w13, self.w2, *self.route(x))
+    def forward(self, x: Tensor, is_real: Tensor | None = None) -> Tensor:
+        """x [M, hidden] to [M, hidden]. Rows that are not real wake no expert; None: all are."""
+        ids, weights = self.route(x)
+        if is_real is not None:
+            ids = torch.where(is_real[:, None], ids, -1)
+        y = moe(x, self.w13, self.w2, ids, weights)
         return y if self.shared is None else y + self.shared(x)

@@ -79,6 +79,7 @@ class KDAForCausalLM(nn.Module):
         plan = None
         if num_prefill_tokens > 0:
             plan = kda_plan(inputs.cu_seqlens, num_prefill_tokens)
+        is_real = _real_rows(inputs, num_prefill_tokens)
         states, windows, kvs = iter(state_pools), iter(conv_pools), iter(kv_pools)
         x = F.embedding(inputs.input_ids, self.embed)
         for block in self.blocks:
@@ -88,7 +89,8 @@ class KDAForCausalLM(nn.Module):
                 x = x + block.mixer(y, inputs, plan, next(states), next(windows))
             else:
                 x = x + block.mixer(y, inputs, next(kvs))
-            x = x + block.mlp(block.mlp_norm(x))
+            y = block.mlp_norm(x)
+            x = x + (block.mlp(y, is_real) if isinstance(block.mlp, MoE) else block.mlp(y))
         return self.lm_head(self.norm(x[inputs.sample_rows])).float()
 
     @torch.inference_mode()
@@ -116,3 +118,15 @@ class KDAForCausalLM(nn.Module):
         for name, mixer in self.named_modules():
             if isinstance(mixer, KDAMixer):
                 fill_gate(mixer.A_log, mixer.dt_bias, f"{seed}/{name}", mixer.lower_bound)
+
+
+def _real_rows(inputs: StepInputs, num_prefill_tokens: int) -> Tensor:
+    """[M] bool: the rows that belong to a request. Padding would read experts that nobody chose."""
+    parts = []
+    if inputs.decode_dst_slots.numel() > 0:
+        is_row = inputs.decode_src_slots >= 0
+        parts.append(is_row[:, None].expand_as(inputs.decode_dst_slots).flatten())
+    if num_prefill_tokens > 0:
+        token = torch.arange(num_prefill_tokens, device=inputs.cu_seqlens.device)
+        parts.append(token < inputs.cu_seqlens[-1])
+    return torch.cat(parts)

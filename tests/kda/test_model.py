@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch_kda.cache.storage import Pools
-from torch_kda.kda import mixers
+from torch_kda.kda import layers, mixers
 from torch_kda.kda import model as model_module
 from torch_kda.kda.config import ModelConfig
 from torch_kda.kda.layers import MoE
@@ -315,3 +315,18 @@ def test_forward_on_gpu() -> None:
     logits = run(model, on_gpu, pools)[: len(rows)].cpu()
     error = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert error < 0.05, error
+
+
+@pytest.mark.parametrize(("D", "T"), [(6, 0), (0, 96), (6, 96)])
+def test_padding_wakes_no_expert(monkeypatch: pytest.MonkeyPatch, D: int, T: int) -> None:
+    """Only rows of requests choose experts; a decode row costs no more in a padded step."""
+    driver = Driver(tiny())
+    rows = mixed_rows(driver, (30, 17))
+    batch = ScheduledBatch(0, tuple(r for r in rows if (D if r.is_decode else T)))
+    chosen = []
+    call = layers.moe
+    monkeypatch.setattr(layers, "moe", lambda *a: chosen.append((a[3] >= 0).all(-1)) or call(*a))
+    inputs = driver.buffers.fill(batch, D, T)
+    run(driver.model, inputs, driver.pools)
+    expected = ([True, True] + [False] * 4 if D else []) + ([True] * 47 + [False] * 49 if T else [])
+    assert len(chosen) == 3 and all(ids.tolist() == expected for ids in chosen)
