@@ -39,8 +39,8 @@ class CacheCounters:
 class PrefixCache:
     """Finds, pins, publishes and evicts prefixes. Owns both pools.
 
-    A state is only kept while every unit of KV above it is: KV goes from the leaves, and a unit
-        takes its state along.
+    A state is only kept while every unit of KV above it is: KV goes from the leaves, and takes the
+    state of its unit along.
 
     Args:
         num_blocks, block_size: KV blocks, and tokens of each.
@@ -215,14 +215,13 @@ class PrefixCache:
         """All cached units, in the order of their publication."""
         return self._nodes.values()
 
-    # publishing: called from commit alone
+    # publishing: only what a retired step has written
 
     def extend(self, node: Node, key: bytes, blocks: tuple[int, ...]) -> Node:
         """Makes the unit after `node` known under `key`, and extends the caller's pin to it.
 
-        The blocks belong to the cache from now on, unless the key was known: then the older node is
-            returned and the
-        caller keeps its blocks.
+        The blocks belong to the cache from now on. If the key was known, its older node is returned
+        instead, and the caller keeps the blocks.
         """
         child = self._nodes.get(key)
         if child is None:
@@ -245,7 +244,7 @@ class PrefixCache:
         """Gives a WRITTEN slot the key of `node`. Returns whether it did.
 
         If the node has a state, or the path has its number of them, the slot is freed instead.
-        NOTE: the caller holds a pin on `node` (scheduler.py), so that its KV is there.
+        NOTE: the caller holds a pin on `node` (holdings.py), so that its KV is there.
         """
         assert self.state_pool.position[slot] == node.depth * self.unit, (
             f"{slot=} holds position {self.state_pool.position[slot]}, {node!r}"

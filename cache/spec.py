@@ -140,9 +140,8 @@ def split_memory(
     """Splits memory so that slots and blocks run out at the same number of contexts.
 
     Running requests come first: each takes 1 + K slots. The rest is shared out by contexts of
-        `expected_context`
-    tokens with `states_per_context` states each (the replay boundary, and the newest one of the
-    answer).
+    `expected_context` tokens with `states_per_context` states each: that of the replay boundary,
+    and the newest one of the answer.
 
     Args:
         total_bytes: for both pools together.

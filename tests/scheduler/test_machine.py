@@ -48,6 +48,6 @@ TestScheduler.settings = settings(
 )
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(150))
 def test_random_walk(seed):
-    random_walk(seed, 150)
+    random_walk(seed, 200)
