@@ -8,12 +8,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint8, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import select_
 
 from .kda_plan import KdaPlan
 from .kda_prepare import KdaPrepareSm90
-from .kda_record import DIM
+from .kda_record import DIM, RECORD_BYTES, TILE
 from .kda_scan import KdaScanSm90
 from .kda_scan_mma import KdaScanMma
 from .tiles import SCAN_TILES
@@ -58,27 +59,36 @@ class KdaPrefill:
         scan_tile: Int32,
         stream: Any,
     ):
-        """`stages`: bits of what is launched, 1 plan, 2 prepare, 4 scan. `scan_tile` of SCAN_TILES.
+        """`stages`: bits of what is launched, 1 plan, 2 prepare, 4 scan; with bit 8 the plan lies
+        behind the records. `scan_tile` of SCAN_TILES.
 
         Without tokens nothing is launched; the kernels are still loaded.
         """
-        num_tokens = cute.size(mQ, mode=[0])
-        num_sequences = cute.size(mInitial, mode=[0])
+        num_tokens = Int32(cute.size(mQ, mode=[0]))
+        num_sequences = Int32(cute.size(mInitial, mode=[0]))
+        num_tiles = (num_tokens + (TILE - 1)) // TILE + num_sequences
+        record_bytes = Int64(num_tiles) * Int32(cute.size(mV, mode=[1])) * RECORD_BYTES
+        own_plan = Int64(mRecords.iterator.toint()) + record_bytes
+        address = select_(stages & 8 != 0, own_plan, Int64(mPlan.iterator.toint()))
+        plan = cute.make_tensor(
+            cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16),
+            cute.make_layout(4 * num_sequences + 2 * num_tiles),
+        )
         _name_kernel(self.plan, "kda_plan")
         _name_kernel(self.prepare, f"kda_prepare_{self.gate}")
         if num_tokens > 0:
             if stages & 1 != 0:
-                self.plan(mCuSeqlens, mPlan, num_tokens, stream)
+                self.plan(mCuSeqlens, plan, num_tokens, stream)
             if stages & 2 != 0:
                 self.prepare(
-                    mQ, mK, mG, mBeta, mALog, mDtBias, mPlan, mRecords, mO,
+                    mQ, mK, mG, mBeta, mALog, mDtBias, plan, mRecords, mO,
                     num_sequences, lower_bound, scale, stream,
                 )  # fmt: skip
             for i in range_constexpr(len(self.scans)):
                 _name_kernel(self.scans[i], f"kda_scan_v{self.scans[i].rows}")
                 if stages & 4 != 0 and scan_tile == i:
                     self.scans[i](
-                        mRecords, mV, mO, mPool, mPlan, mInitial, mFinal,
+                        mRecords, mV, mO, mPool, plan, mInitial, mFinal,
                         mIndptr, mOffsets, mSlots, stream,
                     )  # fmt: skip
 

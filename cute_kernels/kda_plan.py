@@ -50,8 +50,6 @@ class KdaPlan:
         )
         s_warp = smem.allocate_tensor(Int32, cute.make_layout(NUM_WARPS), 16)
 
-        # the next kernel may be launched early: it waits for this grid before it reads the plan
-        cute.arch.griddepcontrol_launch_dependents()
         for i in range(tid, NUM_CLASSES * num_blocks, NUM_THREADS):
             s_count[i] = 0
         self._number_tiles(cu_seqlens, num_tokens, num_sequences, s_start, s_tile, s_warp, tid)

@@ -16,6 +16,7 @@ from .tiles import choose_scan_tile
 MAX_SEQUENCES = 4096
 GATES = ("bounded", "softplus")
 STAGES = {"plan": 1, "prepare": 2, "scan": 4}  # bits of what a call launches
+OWN_PLAN = 8  # the plan lies behind the records: one allocation less
 
 PLAN = objects.Variant("kda_plan", "kda_host.plan")
 PREFILL = {
@@ -97,12 +98,14 @@ def kda_prefill(
     function = _function(PREFILL["softplus" if lower_bound is None else "bounded"], index)
     here = _DEVICES[index]
     stages = STAGES["prepare"] | STAGES["scan"]
+    size = workspace_bytes(T, N, HV)
     if plan is None:
-        stages |= STAGES["plan"]
-        plan = cu_seqlens.new_empty(plan_size(T, N))
+        stages |= STAGES["plan"] | OWN_PLAN
+        size += 4 * plan_size(T, N)
+        plan = here.no_checkpoints[1]
     if checkpoint_indptr is None and checkpoint_offsets is None and checkpoint_slots is None:
         checkpoint_indptr, checkpoint_offsets, checkpoint_slots = here.no_checkpoints
-    records = torch.empty(workspace_bytes(T, N, HV), dtype=torch.uint8, device=v.device)
+    records = torch.empty(size, dtype=torch.uint8, device=v.device)
     function(
         *(q, k, v, g_raw, beta_logit, A_log, dt_bias, state_pool),
         *(cu_seqlens, initial_slots, final_slots),

@@ -227,8 +227,6 @@ class KdaPrepareSm90:
         tidx, _, _ = cute.arch.thread_idx()
         item, _, _ = cute.arch.block_idx()  # heads of a tile are neighbours: so are their rows
         base = Int32(SmemAllocator().allocate(self.gate.smem_bytes, 128).toint())
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         tile, head = divmod(item, by_heads)
         qk_head = head // by_group
         warp = cute.arch.make_warp_uniform(tidx // 32)

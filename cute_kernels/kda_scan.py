@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import ptx
+from .kda_prepare_parts import row_bytes
 from .kda_record import DIM, ET, K_UPDATE, MQ, RECORD_BYTES, SIDE_BYTES, TILE
 from .kda_scan_parts import corner, load_state, next_offset, store_state
 
@@ -76,7 +77,7 @@ class KdaScanSm90:
         mSlots: cute.Tensor,
         stream: Any,
     ):
-        heads = cute.size(mV, mode=[1])
+        heads = Int32(cute.size(mV, mode=[1]))
         sequences = cute.size(mInitial, mode=[0])
         self.kernel(
             mRecords, mV, mO, mPool, mPlan, mInitial, mFinal, mIndptr, mOffsets, mSlots, heads
@@ -150,14 +151,13 @@ class KdaScanSm90:
         tiles: Int32,
     ):
         """Brings records into the ring by bulk copy, and each tile's v beside it by cp.async."""
-        cute.arch.griddepcontrol_wait()
         lane = cute.arch.lane_idx()
         source = Int64(mRecords.iterator.toint()) + (Int64(tile0) * heads + head) * RECORD_BYTES
         stride = Int64(heads) * RECORD_BYTES
         chunks = self.rows // 8  # of 16 bytes in a token's row
         token = lane // chunks
         per_pass = 32 // chunks  # tokens
-        v_stride = Int64(mV.stride[0]) * 2
+        v_stride = row_bytes(mV)
         v_source = (
             Int64(mV.iterator.toint())
             + Int64(first + token) * v_stride
@@ -215,9 +215,9 @@ class KdaScanSm90:
         """The steps of one warpgroup."""
         lane = cute.arch.lane_idx()
         row0 = split * self.rows + warp * 16
-        num_slots = cute.size(mPool, mode=[0])
+        num_slots = Int32(cute.size(mPool, mode=[0]))
         pool = corner(mPool, head, row0, lane)
-        pool_stride = Int64(mPool.stride[0]) * 4
+        pool_stride = row_bytes(mPool)
         state = cute.make_rmem_tensor((64,), Float32)
         load_state(state, pool, pool_stride, mInitial[sequence], num_slots)
 
@@ -233,14 +233,14 @@ class KdaScanSm90:
             o_shared = base + self.o_base + warp * 512
             o_store = o_shared + ((lane & 7) + ((lane >> 4) << 3)) * 16 + ((lane >> 3) & 1) * 256
             o_token = lane & 15
-            o_stride = Int64(mO.stride[0]) * 2
+            o_stride = row_bytes(mO)
             o_out = (
                 Int64(mO.iterator.toint())
                 + Int64(first + o_token) * o_stride
                 + Int64(head * DIM + row0 + (lane >> 4) * 8) * 2
             )
-            cursor = mIndptr[sequence]
-            cursor_end = mIndptr[sequence + 1]
+            cursor = Int32(mIndptr[sequence])
+            cursor_end = Int32(mIndptr[sequence + 1])
             due = next_offset(mOffsets, cursor, cursor_end)
             while due <= 0:
                 cursor += 1
@@ -283,7 +283,7 @@ class KdaScanSm90:
 
                 # invariant: r, and oacc = q~ S^T, are of this step, the state is decayed by its Et,
                 # no product runs, the record after this one has landed
-                for step in cutlass.range(start, end - 1, unroll=1):
+                for step in cutlass.range(start, end - 1, unroll=1):  # pyright: ignore[reportCallIssue]
                     self.update(state, oacc, r, low)
                     # in the shadow of the update: the tile before goes out, the next v comes in
                     barrier = empty + 8 * stage
@@ -380,7 +380,7 @@ class KdaScanSm90:
         for p in range(start, stop):
             put(et, 4 * p, ptx.lds_f32x4(address + 64 * p))
 
-    def decay(self, state: cute.Tensor, et: cute.Tensor) -> None:
+    def decay(self, state: Any, et: Any) -> None:
         for p in range(8):
             for i in range(8):
                 state[8 * p + i] = state[8 * p + i] * et[4 * p + 2 * (i // 4) + i % 2]

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import ptx
+from .kda_prepare_parts import row_bytes
 from .kda_record import (
     DIM,
     ET,
@@ -63,7 +64,7 @@ class KdaScanMma:
         mSlots: cute.Tensor,
         stream: Any,
     ):
-        heads = cute.size(mV, mode=[1])
+        heads = Int32(cute.size(mV, mode=[1]))
         sequences = cute.size(mInitial, mode=[0])
         self.kernel(
             mRecords, mV, mO, mPool, mPlan, mInitial, mFinal, mIndptr, mOffsets, mSlots, heads
@@ -173,9 +174,9 @@ class KdaScanMma:
         """The steps of one warp."""
         lane = cute.arch.lane_idx()
         row0 = split * self.rows + warp * 16
-        num_slots = cute.size(mPool, mode=[0])
+        num_slots = Int32(cute.size(mPool, mode=[0]))
         pool = corner(mPool, head, row0, lane)
-        pool_stride = Int64(mPool.stride[0]) * 4
+        pool_stride = row_bytes(mPool)
         state = cute.make_rmem_tensor((64,), Float32)
         load_state(state, pool, pool_stride, mInitial[sequence], num_slots)
 
@@ -183,7 +184,7 @@ class KdaScanMma:
         v_token = lane // 2
         v_shared = base + self.v_base + warp * (V_STAGES * self.v_tile_bytes)
         v_store = v_token * 32 + (((lane % 2) ^ ((v_token >> 2) & 1)) << 4)
-        v_stride = Int64(mV.stride[0]) * 2
+        v_stride = row_bytes(mV)
         v_source = (
             Int64(mV.iterator.toint())
             + Int64(first + v_token) * v_stride
@@ -207,13 +208,13 @@ class KdaScanMma:
         o_shared = base + self.o_base + warp * self.v_tile_bytes
         o_out = (
             Int64(mO.iterator.toint())
-            + Int64(first + v_token) * (Int64(mO.stride[0]) * 2)
+            + Int64(first + v_token) * row_bytes(mO)
             + Int64(head * DIM + row0 + (lane % 2) * 8) * 2
         )
-        o_step = Int64(mO.stride[0]) * (2 * TILE)
+        o_step = row_bytes(mO) * TILE
 
-        cursor = mIndptr[sequence]
-        cursor_end = mIndptr[sequence + 1]
+        cursor = Int32(mIndptr[sequence])
+        cursor_end = Int32(mIndptr[sequence + 1])
         due = next_offset(mOffsets, cursor, cursor_end)
 
         u = cute.make_rmem_tensor((8,), Float32)

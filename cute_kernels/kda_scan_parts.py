@@ -4,6 +4,7 @@ A thread's part of a state, in its MMA tile of 16 V rows: rows g and g + 8, and 
 group p of 16 channels the four from 16 p + 4 t (g = lane // 4, t = lane % 4).
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, range_constexpr
 
@@ -18,7 +19,7 @@ def next_offset(mOffsets: cute.Tensor, cursor: Int32, cursor_end: Int32) -> Int3
     """The offset at the cursor, or one that no sequence reaches."""
     offset = Int32(NEVER)
     if cursor < cursor_end:
-        offset = mOffsets[cursor]
+        offset = Int32(mOffsets[cursor])
     return offset
 
 
@@ -38,7 +39,7 @@ def load_state(
     num_slots: Int32,
 ):
     """Read this thread's part of a slot; an id outside the pool reads as zeros."""
-    for i in range_constexpr(64):
+    for i in cutlass.range(64, unroll_full=True):
         state[i] = Float32(0.0)
     if slot >= 0 and slot < num_slots:
         source = pool + Int64(slot) * stride

@@ -104,4 +104,4 @@ def test_define_op() -> None:
     assert torch.equal(op(x, 2.0), 2 * x)
     compiled = torch.compile(lambda x: op(x, 3.0) + 1, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), 3 * x + 1)
-    torch.library.opcheck(op, (x, 2.0))
+    torch.library.opcheck(torch.ops.torch_kda.test_scaled.default, (x, 2.0))
