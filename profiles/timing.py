@@ -105,10 +105,15 @@ def time_host(call: Call, *, rounds: int = 200) -> float:
 
 
 def copy_bytes_per_second(device: torch.device) -> float:
-    """Bytes read and written a second by the device's own copy of 4 GiB."""
+    """Bytes read and written a second by a kernel that turns 4 GiB into as many.
+
+    Not by `copy_`: in a graph that is a copy node, which an H200 runs at 2.8 of its 4.3 TB/s.
+    """
     source = torch.empty(2**30, dtype=torch.int32, device=device).fill_(1)
     target = torch.empty_like(source)
-    (timing,) = time_calls({"copy": [lambda: target.copy_(source)] * 2}, rounds=10).values()
+    (timing,) = time_calls(
+        {"copy": [lambda: torch.bitwise_not(source, out=target)] * 2}, rounds=10
+    ).values()
     return 2 * source.nbytes / (timing.median_us * 1e-6)
 
 
