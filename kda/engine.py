@@ -20,9 +20,8 @@ from .tokenizer import Tokenizer
 log = logging.getLogger("torch_kda.engine")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestUpdate:
-    """What one step brought for one request."""
+class RequestUpdate(NamedTuple):
+    """What one step brought for one request. A named tuple: a step makes one for each row."""
 
     request_id: str
     text: str  # to append; "" without a tokenizer
@@ -216,35 +215,30 @@ class Engine:
         result: StepResult | Exception,
         outputs: Sequence[RequestOutput],
     ) -> list[RequestUpdate]:
-        logprobs: dict[str, Sequence[TokenLogprobs]] = {}
-        if isinstance(result, StepResult):
-            logprobs = {
-                row.request_id: found
-                for row, found in zip(batch.rows, result.logprobs, strict=True)
-                if found
+        found: dict[str, Sequence[TokenLogprobs]] = {}
+        if isinstance(result, StepResult) and any(result.logprobs):
+            found = {
+                row.request_id: logprobs
+                for row, logprobs in zip(batch.rows, result.logprobs, strict=True)
+                if logprobs
             }
-        return [self._update(output, logprobs.get(output.request_id, ())) for output in outputs]
+        return [self._update(output, found.get(output.request_id, ())) for output in outputs]
 
     def _update(self, output: RequestOutput, logprobs: Sequence[TokenLogprobs]) -> RequestUpdate:
-        running = self._running[output.request_id]
-        text, reason = running.text.push(output.token_ids), output.finish_reason
+        request_id, token_ids, reason, error = output
+        running = self._running[request_id]
+        text = running.text.push(token_ids)
         if running.text.is_stopped:
             if reason is None:
-                self.scheduler.finish(output.request_id, "stop")
+                self.scheduler.finish(request_id, "stop")
             reason = "stop"
         elif reason is not None:
             text += running.text.finish()
         if reason is not None:
-            del self._running[output.request_id]
-        return RequestUpdate(
-            request_id=output.request_id,
-            text=text,
-            token_ids=output.token_ids,
-            logprobs=logprobs[: len(output.token_ids)],
-            num_cached_tokens=running.request.num_cached_tokens,
-            finish_reason=reason,
-            error=output.error,
-        )
+            del self._running[request_id]
+        cached = running.request.num_cached_tokens
+        logprobs = logprobs[: len(token_ids)] if logprobs else ()
+        return RequestUpdate(request_id, text, token_ids, logprobs, cached, reason, error)
 
 
 def _logged(batch: ScheduledBatch, error: Exception) -> Exception:

@@ -140,15 +140,17 @@ class StepBuffers:
         T = _round_up(tokens, TOKEN_ALIGNMENT) if num_prefill_tokens is None else num_prefill_tokens
         self._assert_fits(num_decode, tokens, len(prefill), D, T)
         layout = self._layout(D, T)
-        host = self._hosts[self._turn]
+        host, arrays = self._hosts[self._turn], layout.arrays[self._turn]
         self._turn = (self._turn + 1) % len(self._hosts)
         if host.copied is not None:
             host.copied.synchronize()
-        sizes = self._sizes(D, T)
-        arrays = {name: host.arrays[name][:size] for name, size in sizes.items()}
         for name, padding in _PADDING.items():
             arrays[name].fill(padding)
-        self._fill_decode(host, arrays, decode, D)
+        table = host.write_blocks(0, D, [row.block_table for row in decode])
+        if self.row_tokens == 1:
+            self._fill_decode(arrays, decode, table)
+        else:
+            self._fill_drafts(arrays, decode, table)
         self._fill_prefill(host, arrays, prefill, D, num_decode)
         if host.copied is not None:
             end = layout.end
@@ -207,7 +209,11 @@ class StepBuffers:
             views = {name: self._view(self._device, name)[:size] for name, size in sizes.items()}
             end = self._offsets["block_table"] + views["block_table"].numel()
             prev_rows = views.pop("prev_rows")
-            self._layouts[D, T] = _Layout(StepInputs(**views), prev_rows, end)
+            arrays = [
+                {name: host.arrays[name][:size] for name, size in sizes.items()}
+                for host in self._hosts
+            ]
+            self._layouts[D, T] = _Layout(StepInputs(**views), prev_rows, end, arrays)
         return self._layouts[D, T]
 
     def _assert_fits(self, num_decode: int, tokens: int, num_prefill: int, D: int, T: int) -> None:
@@ -219,32 +225,50 @@ class StepBuffers:
         assert num_prefill <= self.max_prefill_rows, f"{num_prefill=} {self.max_prefill_rows=}"
 
     def _fill_decode(
-        self, host: "_Host", arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], D: int
+        self, arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], table: np.ndarray
     ) -> None:
+        """Rows of one token each, in few calls: this runs between two steps of the device."""
+        n = len(rows)
+        if n == 0:
+            return
+        values = [
+            (r.start, r.kv_start, r.src_slot, r.dst_slots[0], r.token_ids[0], r.prev_row)
+            for r in rows
+        ]
+        starts, kv_starts, src, dst, ids, prev = np.array(values, dtype=np.int32).T
+        arrays["decode_src_slots"][:n] = src
+        arrays["decode_dst_slots"][:n, 0] = dst
+        arrays["input_ids"][:n] = ids
+        arrays["prev_rows"][:n] = prev
+        arrays["seq_lens"][:n] = starts + 1
+        every = self._positions[:n]
+        arrays["sample_rows"][:n] = every
+        blocks, offsets = np.divmod(starts, self.block_size)
+        places = table[every, blocks] * self.block_size + offsets
+        arrays["slot_mapping"][:n] = np.where(starts >= kv_starts, places, -1)
+
+    def _fill_drafts(
+        self, arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], table: np.ndarray
+    ) -> None:
+        """Rows of 1 + K tokens, of which the last ones may be missing."""
         n, M = len(rows), self.row_tokens
-        table = host.write_blocks(0, D, [row.block_table for row in rows])
         if n == 0:
             return
         starts = np.array([row.start for row in rows])
         arrays["decode_src_slots"][:n] = [row.src_slot for row in rows]
         arrays["seq_lens"][:n] = starts + M
         arrays["sample_rows"][: n * M] = np.arange(n * M)
-        if M == 1:
-            ids = [row.token_ids[0] for row in rows]
-            dst = [row.dst_slots[0] for row in rows]
-            counts = 1
-        else:
-            ids = [[*row.token_ids, *[0] * (M - len(row.token_ids))] for row in rows]
-            dst = [[*row.dst_slots, *[-1] * (M - len(row.dst_slots))] for row in rows]
-            counts = np.array([[row.end - row.start] for row in rows])
+        ids = [[*row.token_ids, *[0] * (M - len(row.token_ids))] for row in rows]
+        dst = [[*row.dst_slots, *[-1] * (M - len(row.dst_slots))] for row in rows]
+        counts = np.array([[row.end - row.start] for row in rows])
         positions = starts[:, None] + np.arange(M)
         is_new = (np.arange(M) < counts) & (positions >= np.array([[r.kv_start] for r in rows]))
         blocks, offsets = np.divmod(np.where(is_new, positions, 0), self.block_size)
         places = np.take_along_axis(table, blocks, axis=1) * self.block_size + offsets
-        arrays["decode_dst_slots"][:n] = np.reshape(dst, (n, M))
+        arrays["decode_dst_slots"][:n] = dst
         arrays["input_ids"][: n * M] = np.ravel(ids)
         arrays["slot_mapping"][: n * M] = np.where(is_new, places, -1).ravel()
-        last = np.arange(n) * M + np.array([row.end - row.start - 1 for row in rows])
+        last = np.arange(n) * M + counts[:, 0] - 1
         arrays["prev_rows"][last] = [row.prev_row for row in rows]
 
     def _fill_prefill(
@@ -306,11 +330,12 @@ _PADDING = {
 
 
 class _Layout(NamedTuple):
-    """The device tensors of one (D, T)."""
+    """The memory of one (D, T)."""
 
     inputs: StepInputs
     prev_rows: torch.Tensor  # [D * (1 + K) + T] int32; see StepBuffers.prev_rows
     end: int  # packed elements that a step of this layout reads
+    arrays: list[dict[str, np.ndarray]]  # the same tensors on the host, in each of its buffers
 
 
 @dataclass(slots=True)
@@ -320,29 +345,33 @@ class _Host:
     packed: torch.Tensor  # [size] int32, pinned on CUDA
     arrays: dict[str, np.ndarray]  # its tensors at full capacity
     copied: torch.cuda.Event | None  # the last copy from it has ended; None where nothing is copied
-    num_blocks: list[int] = field(init=False)  # ids that stand in each row of the block table
+    tables: list[Sequence[int]] = field(init=False)  # what stands in each row of the block table
 
     def __post_init__(self) -> None:
-        self.num_blocks = [0] * len(self.arrays["block_table"])
+        self.tables = [()] * len(self.arrays["block_table"])
 
     def write_blocks(
         self, first: int, end: int, block_tables: Sequence[Sequence[int]]
     ) -> np.ndarray:
         """Write the rows from `first` on and clear the rest of [first, end); returns the former.
 
-        A row is as long as the longest request, so only what a fill before left is cleared. Tables
-        that are arrays of ints are copied as memory, lists element by element.
+        A row is as long as the longest request, so only what a fill before left is cleared, and a
+        table that stands there already is left alone: what it shows never changes. Tables that are
+        arrays of ints are copied as memory, lists element by element.
         """
-        table = self.arrays["block_table"]
+        table, count = self.arrays["block_table"], len(block_tables)
         for i in range(first, end):
-            blocks = block_tables[i - first] if i - first < len(block_tables) else ()
+            blocks = block_tables[i - first] if i - first < count else ()
+            known = self.tables[i]
+            if blocks is known:
+                continue
             size = len(blocks)
             if size > 0:
                 table[i, :size] = blocks
-            if size < self.num_blocks[i]:
-                table[i, size : self.num_blocks[i]] = 0
-            self.num_blocks[i] = size
-        return table[first : first + len(block_tables)]
+            if size < len(known):
+                table[i, size : len(known)] = 0
+            self.tables[i] = blocks
+        return table[first : first + count]
 
 
 def _round_up(value: int, multiple: int) -> int:
