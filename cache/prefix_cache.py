@@ -313,8 +313,9 @@ class PrefixCache:
         return True
 
     def forget(self, node: Node, slot: int) -> None:
-        """Drops a state that its maker has newer ones for, unless it was of use to others."""
-        if node.slot == slot and not node.was_hit and not self.state_pool.pins[slot]:
+        """Drops a decode state that its maker has newer ones for, unless others want it."""
+        is_own = node.slot == slot and node.kind is Kind.DECODE and not node.was_hit
+        if is_own and not self.state_pool.pins[slot]:
             self._drop_state(node)
 
     def clear(self) -> None:

@@ -368,7 +368,7 @@ def test_b31_kv_deeper_than_the_state():
         bench.ghost.learn_keys()
         node = cache.find(bench.ghost.truths["r"].keys[depth - 1])
         assert node is not None
-        cache.forget(node, node.slot)
+        cache._drop_state(node)
     free = cache.block_pool.num_free
     (row,) = run_alone(bench, "again", [*prompt[:24], 5, 6])
     assert (row.start, row.kv_start) == (16, 24)
