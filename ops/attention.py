@@ -223,7 +223,7 @@ def _mla_store_cuda(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> No
 
 
 def _mla_decode_cuda(*tensors: Tensor, **sizes: Any) -> Tensor:
-    if tensors[0].dtype != torch.bfloat16:
+    if not _has_kernel(tensors[1], sizes["kv_lora_rank"]):
         return mla_decode_padded(*tensors, **sizes)
     from .triton.latent_decode import mla_decode
 
@@ -231,11 +231,17 @@ def _mla_decode_cuda(*tensors: Tensor, **sizes: Any) -> Tensor:
 
 
 def _mla_prefill_cuda(*tensors: Tensor, **sizes: Any) -> Tensor:
-    if tensors[0].dtype != torch.bfloat16:
+    if not _has_kernel(tensors[1], tensors[2].shape[1]):
         return reference.mla_prefill_ref(*tensors, **sizes)
     from .triton.latent_prefill import mla_prefill
 
     return mla_prefill(*tensors, **sizes)
+
+
+def _has_kernel(kv_pool: Tensor, kv_lora_rank: int) -> bool:
+    """bf16 in whole 16-byte pieces: Triton 3.6 took rows of 40 bytes for aligned, too."""
+    is_aligned = kv_pool.shape[2] % 8 == 0 and kv_lora_rank % 8 == 0
+    return kv_pool.dtype == torch.bfloat16 and is_aligned
 
 
 def _mla_store_fake(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:

@@ -29,7 +29,8 @@ def test_gated_rms_norm_eps_and_zeros(device: str) -> None:
     small = gated_rms_norm(
         x + 1e-3, torch.full_like(x, 100.0), torch.ones(8, device=device), eps=3e-6
     )
-    assert_close_as_torch("small", small, torch.full((2, 8), 0.5), torch.full((2, 8), 0.5 + 1e-7))
+    true, as_torch = (torch.full((2, 8), value, device=device) for value in (0.5, 0.5 + 1e-7))
+    assert_close_as_torch("small", small, true, as_torch)
 
 
 def test_gated_rms_norm_extreme_gates(device: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch_kda.ops import reference
-from torch_kda.tests.checks import assert_close_as_torch, assert_same
-from torch_kda.tests.ops.cases import POOLS, Case, run, to, truth
+from torch_kda.tests.checks import assert_close_as_torch, assert_rms, assert_same
+from torch_kda.tests.ops.cases import BOUNDS, POOLS, Case, run, to, truth
 from torch_kda.tests.ops.interpreted import kernels
 from torch_kda.tests.ops.triton_cases import (
     conv_case,
@@ -48,6 +48,8 @@ def check(op, ref, case: Case, *, is_strict: bool = True, **tiles: object) -> tu
     for name, x, as_torch, true in zip(names, results, plain, truth(ref, case), strict=True):
         if name == "kv_pool":
             assert_same(name, x, case[name])
+        elif name == "state_pool":
+            assert_rms(name, x, true, BOUNDS[torch.float32])
         else:
             assert_close_as_torch(name, x, true, as_torch.to(x.device))
     return results
@@ -126,7 +128,7 @@ def test_norm(triton: Kernels, device: str, dtype: torch.dtype, shape, nan_memor
 @pytest.mark.parametrize("block_n", [16, 32], ids=["one block a tile", "two blocks a tile"])
 @pytest.mark.parametrize("M", [1, 3])
 def test_mla_decode(triton: Kernels, device: str, dtype: torch.dtype, M, block_n, nan_memory):
-    lens, dims = [M, 0, 40, 16, 129], {"R": 16, "P": 4, "dtype": dtype, "device": device}
+    lens, dims = [M, 0, 40, 16, 129], {"R": 16, "P": 8, "dtype": dtype, "device": device}
     case = mla_decode_case(lens, M, 3, **dims)
     tiles = {"split_tokens": 32, "block_n": block_n}
     op, ref = triton["latent_decode"].mla_decode, reference.mla_decode_ref
@@ -159,8 +161,7 @@ def test_mla_prefill(
     triton: Kernels, device: str, dtype: torch.dtype, lengths, seq_lens, monkeypatch, nan_memory
 ):
     """Wide from 16 rows, but for the last, whose context is too long for that."""
-    dims = {"R": 16, "P": 4, "K": 8, "V": 6} if device == "cpu" else {"R": 32, "P": 8}
-    dims = {"K": 24, "V": 16} | dims | {"dtype": dtype, "device": device}
+    dims = {"R": 24, "P": 8, "K": 24, "V": 20, "dtype": dtype, "device": device}
     case = mla_prefill_case(lengths, seq_lens, 2, **dims)
     module = triton["latent_prefill"]
     if device == "cpu":
@@ -191,7 +192,7 @@ def expand_fp32(latent: Tensor, weight: Tensor, numbers: Tensor) -> Tensor:
 def test_moe_few(triton: Kernels, device: str, dtype: torch.dtype, M, nan_memory):
     case = moe_case(M, E=5, k=2, dim=24, F=16, dtype=dtype, device=device)
     op = triton["experts"].moe
-    tiles = {"few_choices": 100, "tile": (16, 16, 4, 2, 1)}
+    tiles = {"few_choices": 100, "tile": (16, 16, 16, 4, 2, 1)}
     (y,) = check(op, reference.moe_ref, case, is_strict=False, **tiles)
     for m in {0, M // 2, M - 1}:
         rows = {n: case[n][m : m + 1] for n in ("x", "topk_ids", "topk_weights")}
@@ -204,6 +205,23 @@ def test_moe_many(triton: Kernels, device: str, M, nan_memory):
     op = triton["experts"].moe
     (y,) = check(op, reference.moe_ref, case, is_strict=False, few_choices=0)
     assert_same("int64", op(**(case | {"topk_ids": case["topk_ids"].long()}), few_choices=0), y)
+
+
+@pytest.mark.parametrize("E", [5, 20])
+def test_route(triton: Kernels, device: str, E: int):
+    """Both ways of routing give the places of a stable sort."""
+    ids = torch.randint(-1, E + 1, (70, 3), dtype=torch.int32).to(device)
+    flat = ids.flatten().cpu()
+    is_expert = (flat >= 0) & (flat < E)
+    order = torch.where(is_expert, flat, E).argsort(stable=True)[: int(is_expert.sum())]
+    for one_kernel_choices in (1000, 0):
+        place, token, ends = triton["experts"]._route(ids, E, one_kernel_choices=one_kernel_choices)
+        expected = torch.full_like(flat, -1)
+        expected[order] = torch.arange(len(order), dtype=torch.int32)
+        assert_same("place", place.cpu(), expected)
+        assert_same("token", token.cpu()[: len(order)], (order // 3).to(torch.int32))
+        counts = torch.bincount(flat[is_expert], minlength=E)
+        assert_same("ends", ends.cpu(), counts.cumsum(0).to(torch.int32))
 
 
 def test_mla_store(triton: Kernels, device: str, dtype: torch.dtype):
