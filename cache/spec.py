@@ -1,4 +1,4 @@
-"""What a layer caches, what its kernel can export, and how memory is split."""
+"""What a layer caches, and what its kernel can export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -37,11 +37,21 @@ class KDASpec:
             raise ValueError("KDASpec: checkpoint_alignment must be >= 1, got 0")
 
     @property
+    def state_bytes(self) -> int:
+        """One recurrent state."""
+        elements = self.num_value_heads * self.head_v_dim * self.head_k_dim
+        return elements * ITEM_BYTES[self.state_dtype]
+
+    @property
+    def conv_bytes(self) -> int:
+        """One conv window."""
+        window = (self.conv_width - 1) * self.conv_channels
+        return window * ITEM_BYTES[self.conv_dtype]
+
+    @property
     def slot_bytes(self) -> int:
         """One state and its window."""
-        state = self.num_value_heads * self.head_v_dim * self.head_k_dim
-        window = (self.conv_width - 1) * self.conv_channels
-        return state * ITEM_BYTES[self.state_dtype] + window * ITEM_BYTES[self.conv_dtype]
+        return self.state_bytes + self.conv_bytes
 
     @property
     def max_slots_per_request(self) -> int:
@@ -66,7 +76,6 @@ class MLASpec:
     kv_lora_rank: int
     qk_rope_head_dim: int  # the shared key part; not rotated here
     dtype: str = "bfloat16"
-    is_draft: bool = False  # belongs to a drafter: its KV depends on the next token
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -76,6 +85,7 @@ class MLASpec:
 
     @property
     def token_bytes(self) -> int:
+        """Latent of one token."""
         return (self.kv_lora_rank + self.qk_rope_head_dim) * ITEM_BYTES[self.dtype]
 
 
@@ -101,104 +111,3 @@ def common_spec(specs: Mapping[str, KDASpec]) -> KDASpec:
             f"{first_name} and {name} differ in {', '.join(differing)}"
         )
     return next(iter(specs.values()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySplit:
-    """How many state slots and KV blocks fit, and why this many."""
-
-    num_slots: int
-    num_blocks: int
-    block_size: int  # tokens
-    slot_bytes: int  # of one slot, all layers
-    block_bytes: int  # of one block, all layers
-    running_slots: int  # never cached: what running requests write
-    expected_context: int  # tokens; as declared
-    contexts: float  # cached contexts of that length which both pools hold
-
-    def __str__(self) -> str:
-        kv_tokens = self.num_blocks * self.block_size
-        return (
-            f"{self.num_slots:,} states = {_gib(self.num_slots * self.slot_bytes)}, "
-            f"{_count(kv_tokens)} KV tokens = {_gib(self.num_blocks * self.block_bytes)}: "
-            f"{self.running_slots:,} states for running requests, "
-            f"and room for {self.contexts:,.1f} contexts of {self.expected_context:,} tokens"
-        )
-
-
-def split_memory(
-    total_bytes: int,
-    *,
-    slot_bytes: int,
-    block_bytes: int,
-    block_size: int,
-    expected_context: int,
-    max_num_seqs: int,
-    num_speculative_tokens: int = 0,
-    states_per_context: int = 2,
-) -> MemorySplit:
-    """Splits memory so that slots and blocks run out at the same number of contexts.
-
-    Running requests come first: each takes 1 + K slots. The rest is shared out by contexts of
-    `expected_context` tokens with `states_per_context` states each: that of the replay boundary,
-    and the newest one of the answer.
-
-    Args:
-        total_bytes: for both pools together.
-        slot_bytes: bytes of one slot in all KDA layers.
-        block_bytes: bytes of one block in all attention layers; 0 if there are none.
-        block_size: tokens a block.
-        expected_context: tokens of a typical request, prompt and output.
-        max_num_seqs: requests that run at once.
-
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: the memory can't hold `max_num_seqs` running requests and one expected
-            context.
-    """
-    for name, value, least in (
-        ("slot_bytes", slot_bytes, 1),
-        ("block_bytes", block_bytes, 0),
-        ("block_size", block_size, 1),
-        ("expected_context", expected_context, 1),
-        ("max_num_seqs", max_num_seqs, 1),
-        ("num_speculative_tokens", num_speculative_tokens, 0),
-        ("states_per_context", states_per_context, 1),
-    ):
-        if value < least:
-            raise ValueError(f"split_memory: {name} must be >= {least}, got {value}")
-    # one more slot: a request that is alone reads a cached state while it writes its own
-    running_slots = max_num_seqs * (1 + num_speculative_tokens) + 1
-    context_blocks = -(-expected_context // block_size)
-    context_bytes = context_blocks * block_bytes + states_per_context * slot_bytes
-    rest = total_bytes - running_slots * slot_bytes
-    if rest < context_bytes:
-        raise RuntimeError(
-            f"split_memory: {_gib(total_bytes)} can't hold {running_slots} running states "
-            f"({_gib(running_slots * slot_bytes)}) and one context of {expected_context} tokens "
-            f"({_gib(context_bytes)}); lower max_num_seqs or expected_context, or give more memory"
-        )
-    contexts = rest / context_bytes
-    num_blocks = int(contexts * context_blocks) if block_bytes else 0
-    num_slots = (total_bytes - num_blocks * block_bytes) // slot_bytes
-    return MemorySplit(
-        num_slots=num_slots,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        slot_bytes=slot_bytes,
-        block_bytes=block_bytes,
-        running_slots=running_slots,
-        expected_context=expected_context,
-        contexts=contexts,
-    )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _count(number: int) -> str:
-    for size, suffix in ((10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.1f}{suffix}"
-    return str(number)

@@ -8,10 +8,11 @@ import torch
 from .. import __version__
 from ..cache.hashing import root_key
 from ..cache.prefix_cache import PrefixCache
-from ..cache.spec import KDASpec, common_spec
+from ..cache.spec import common_spec
 from ..scheduler.scheduler import Scheduler
-from .config import CHECKPOINT_ALIGNMENT, EngineConfig, ModelConfig
+from .config import EngineConfig, ModelConfig
 from .engine import Engine
+from .memory import kda_spec
 from .model import KDAForCausalLM
 from .runner import ModelRunner
 from .tokenizer import Tokenizer
@@ -58,7 +59,7 @@ def build_engine(
         weights: names the weights, for the keys of the cache.
     """
     model, plan = runner.model.config, runner.plan
-    spec = common_spec({f"layers.{i}": _spec(model, config) for i in model.kda_layers})
+    spec = common_spec({f"layers.{i}": kda_spec(model, config) for i in model.kda_layers})
     is_caching = config.enable_prefix_caching
     cache = PrefixCache(
         num_blocks=plan.num_kv_blocks,
@@ -122,17 +123,3 @@ def describe(engine: Engine) -> list[str]:
         f"memory: {runner.plan}",
         f"model: {compiled}" + (f"; {runner.captured}" if runner.captured else ""),
     ]
-
-
-def _spec(model: ModelConfig, config: EngineConfig) -> KDASpec:
-    """What one KDA layer keeps, and what its prefill can export."""
-    return KDASpec(
-        num_value_heads=model.linear_num_heads,
-        head_k_dim=model.linear_head_dim,
-        head_v_dim=model.linear_head_dim,
-        conv_channels=model.conv_dim,
-        conv_dtype=model.dtype,
-        num_prefill_checkpoint_blocks=config.num_prefill_checkpoint_blocks,
-        checkpoint_alignment=CHECKPOINT_ALIGNMENT,
-        num_speculative_blocks=config.num_speculative_tokens,
-    )

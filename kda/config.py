@@ -1,12 +1,11 @@
-"""What a model is and how an engine runs it: frozen, checked, with derived sizes."""
+"""What a model is and how an engine runs it: numbers, frozen and checked."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
+DTYPES = ("float32", "bfloat16")
 CHECKPOINT_ALIGNMENT = 16  # tokens; the chunk of the KDA ops, on every device
 CONV_WIDTH = 4  # taps of the short convolution
-MIB = 1 << 20
 
 _POSITIVE_FIELDS = (
     "vocab_size",
@@ -90,7 +89,7 @@ class ModelConfig:
             "mla_layers",
             f"ascending layer numbers in [0, {layers})",
         )
-        require(self.dtype in BYTES_PER_ELEMENT, "dtype", f"one of {list(BYTES_PER_ELEMENT)}")
+        require(self.dtype in DTYPES, "dtype", f"one of {list(DTYPES)}")
         require(self.qk_rope_head_dim >= 0, "qk_rope_head_dim", ">= 0")
         require(self.q_lora_rank is None or self.q_lora_rank >= 1, "q_lora_rank", "None or >= 1")
         bound = self.gate_lower_bound
@@ -140,27 +139,6 @@ class ModelConfig:
         """Elements that one MLA layer caches for a token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
-    @property
-    def state_bytes(self) -> int:
-        """fp32 recurrent states of one slot, all KDA layers."""
-        return self.num_kda_layers * self.linear_num_heads * self.linear_head_dim**2 * 4
-
-    @property
-    def conv_bytes(self) -> int:
-        """Conv windows of one slot, all KDA layers."""
-        window = (CONV_WIDTH - 1) * self.conv_dim
-        return self.num_kda_layers * window * BYTES_PER_ELEMENT[self.dtype]
-
-    @property
-    def slot_bytes(self) -> int:
-        """One slot, so one checkpoint."""
-        return self.state_bytes + self.conv_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Latents of one token, all MLA layers."""
-        return self.num_mla_layers * self.latent_dim * BYTES_PER_ELEMENT[self.dtype]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -178,7 +156,7 @@ class EngineConfig:
     num_prefill_checkpoint_blocks: int = 16  # states a row may export in one step; 0: two passes
     checkpoint_interval: int = 0  # tokens between periodic checkpoints; 0: none
     num_speculative_tokens: int = 0  # K: a decode row runs 1 + K tokens
-    num_state_slots: int | None = None  # None: from memory and workload, see plan_memory
+    num_state_slots: int | None = None  # None: from memory and workload, see `memory.plan_memory`
     num_kv_blocks: int | None = None  # None: likewise
     memory_bytes: int | None = None  # for all pools; None: memory_fraction of what is free
     memory_fraction: float = 0.9  # of the memory that is free once the weights are loaded
@@ -222,7 +200,7 @@ class EngineConfig:
             f">= max_num_seqs * (1 + num_speculative_tokens) + {align} = {least}",
         )
         require(0 < self.memory_fraction <= 1, "memory_fraction", "in (0, 1]")
-        dtypes = ["auto", *BYTES_PER_ELEMENT]
+        dtypes = ["auto", *DTYPES]
         require(self.dtype in dtypes, "dtype", f"one of {dtypes}")
         is_device = self.device == "cpu" or self.device.partition(":")[0] == "cuda"
         require(is_device, "device", "'cpu', 'cuda' or 'cuda:N'")
@@ -271,67 +249,3 @@ class EngineConfig:
         )
         dtype = model.dtype if self.dtype == "auto" else self.dtype
         return replace(model, dtype=dtype, max_model_len=limit)
-
-
-class MemoryPlan(NamedTuple):
-    """How many state slots and KV blocks there are, and what they weigh."""
-
-    num_state_slots: int
-    num_kv_blocks: int
-    slot_bytes: int  # one slot, all KDA layers
-    block_bytes: int  # one KV block, all MLA layers
-    block_size: int  # tokens of a KV block
-
-    @property
-    def total_bytes(self) -> int:
-        return self.num_state_slots * self.slot_bytes + self.num_kv_blocks * self.block_bytes
-
-    def __str__(self) -> str:
-        states = f"{self.num_state_slots * self.slot_bytes / MIB:,.1f} MiB"
-        kv = f"{self.num_kv_blocks * self.block_bytes / MIB:,.1f} MiB"
-        tokens = self.num_kv_blocks * self.block_size
-        return f"{self.num_state_slots} states = {states}, {tokens:,} KV tokens = {kv}"
-
-
-def plan_memory(model: ModelConfig, engine: EngineConfig, available_bytes: int) -> MemoryPlan:
-    """Split memory between state slots and KV blocks by the declared workload.
-
-    Running requests get their slots first. The rest goes to conversations of `expected_context`
-    tokens with two checkpoints each: the end of the prompt and the end of the answer. A number
-    that the engine's config names holds, and the rest goes to the other kind.
-
-    Args:
-        model: as `EngineConfig.resolve` returns it.
-        available_bytes: for all pools; `engine.memory_bytes` goes before it.
-
-    Raises:
-        ValueError: one request of full length does not fit; the message says what to change.
-    """
-    budget = engine.memory_bytes or available_bytes
-    size = engine.kv_block_size
-    block_bytes = model.kv_bytes_per_token * size
-    # the running slot, the one written while it is read, and scratch for draft tokens
-    slots_per_request = 2 + engine.num_speculative_tokens
-    running_slots = engine.max_num_seqs * slots_per_request
-    context_blocks = -(-engine.expected_context // size)
-
-    slots, blocks = engine.num_state_slots, engine.num_kv_blocks
-    if slots is None and blocks is None:
-        rest = max(0, budget - running_slots * model.slot_bytes)
-        contexts = rest / (2 * model.slot_bytes + context_blocks * block_bytes)
-        slots, blocks = running_slots + int(2 * contexts), int(context_blocks * contexts)
-    elif slots is None:
-        slots = max(0, budget - (blocks or 0) * block_bytes) // max(1, model.slot_bytes)
-    elif blocks is None:
-        blocks = max(0, budget - slots * model.slot_bytes) // max(1, block_bytes)
-    plan = MemoryPlan(slots, blocks or 0, model.slot_bytes, block_bytes, size)
-
-    least_blocks = -(-model.max_model_len // size)
-    if plan.num_state_slots < slots_per_request or plan.num_kv_blocks < least_blocks:
-        raise ValueError(
-            f"EngineConfig: no room for one request of {model.max_model_len:,} tokens: it needs "
-            f"{slots_per_request} state slots and {least_blocks} KV blocks of {size}, but there "
-            f"are {plan} in {budget / MIB:,.0f} MiB; lower max_model_len or max_num_seqs, "
-            "or raise memory_bytes"
-        )
-    return plan

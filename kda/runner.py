@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from ..scheduler.batch import ScheduledBatch, ScheduledRow
 from ..scheduler.request import SamplingParams
 from .buckets import MIN_ROWS, Buckets, Shape, exact_shape
 from .compilation import CompileCache, compile_model
-from .config import EngineConfig, MemoryPlan, plan_memory
+from .config import EngineConfig
 from .graphs import CaptureSummary, CudaRecorder, Recorder, StepGraphs
+from .memory import MemoryPlan, plan_memory
 from .model import KDAForCausalLM
 from .sampler import Sampled, SamplingRows, sample
 from .step import StepBuffers, StepInputs, mark_sizes
@@ -147,6 +149,16 @@ class ModelRunner:
         ids = launched.host.token_ids.tolist()
         tokens = [[ids[i]] if row.samples else [] for i, row in enumerate(rows)]
         return StepResult(tokens, _logprobs(launched))
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """For comparisons: inside, steps run neither compiled nor recorded."""
+        before = self.graphs, self.is_compiled, self._model_call
+        self.graphs, self.is_compiled, self._model_call = None, False, self.model
+        try:
+            yield
+        finally:
+            self.graphs, self.is_compiled, self._model_call = before
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits [R, vocab] fp32 of one step, not replayed."""

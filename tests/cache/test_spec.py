@@ -1,14 +1,14 @@
 import dataclasses
 
 import pytest
-from torch_kda.cache.spec import KDASpec, MLASpec, common_spec, split_memory
+from torch_kda.cache.spec import KDASpec, MLASpec, common_spec
 
 # Kimi-K3 on one of 8 ranks
 K3 = KDASpec(num_value_heads=12, head_k_dim=128, head_v_dim=128, conv_channels=3 * 12 * 128)
 
 
 def test_slot_bytes():
-    assert K3.slot_bytes == 814_080
+    assert K3.slot_bytes == K3.state_bytes + K3.conv_bytes == 814_080
     assert dataclasses.replace(K3, state_dtype="bfloat16").slot_bytes == 420_864
     one_rank = dataclasses.replace(K3, num_value_heads=96, conv_channels=3 * 96 * 128)
     assert one_rank.slot_bytes == 6_512_640
@@ -52,45 +52,3 @@ def test_spec_errors(bad):
         dataclasses.replace(K3, **bad)
     with pytest.raises(ValueError, match="MLASpec: dtype"):
         MLASpec(kv_lora_rank=512, qk_rope_head_dim=64, dtype="int3")
-
-
-def test_split_memory():
-    kv = MLASpec(kv_lora_rank=512, qk_rope_head_dim=64)
-    slot_bytes, block_bytes = 69 * K3.slot_bytes, 24 * 128 * kv.token_bytes
-    total = 64 * 2**30
-    split = split_memory(
-        total,
-        slot_bytes=slot_bytes,
-        block_bytes=block_bytes,
-        block_size=128,
-        expected_context=32_000,
-        max_num_seqs=64,
-    )
-    used = split.num_slots * slot_bytes + split.num_blocks * block_bytes
-    assert total - slot_bytes < used <= total
-    assert split.running_slots == 65
-    # both pools end at the same number of contexts
-    assert split.num_blocks // 250 == int(split.contexts)
-    assert (split.num_slots - split.running_slots) // 2 == int(split.contexts)
-    text = str(split)
-    assert f"{split.num_slots:,} states = " in text and "KV tokens = " in text
-    assert "32,000 tokens" in text
-    shorter = split_memory(
-        total,
-        slot_bytes=slot_bytes,
-        block_bytes=block_bytes,
-        block_size=128,
-        expected_context=2_000,
-        max_num_seqs=64,
-    )
-    assert shorter.num_slots > split.num_slots and shorter.num_blocks < split.num_blocks
-
-
-def test_split_memory_errors():
-    good = dict(slot_bytes=10, block_bytes=1, block_size=1, expected_context=10, max_num_seqs=1)
-    with pytest.raises(ValueError, match="expected_context"):
-        split_memory(1000, **{**good, "expected_context": 0})
-    # 2 running slots and one context of 10 blocks and 2 slots
-    assert split_memory(50, **good).num_blocks == 10
-    with pytest.raises(RuntimeError, match="lower max_num_seqs or expected_context"):
-        split_memory(49, **good)

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch_kda.cache.storage import Pools
+from torch_kda.kda.config import EngineConfig
+from torch_kda.kda.memory import kda_spec, mla_spec
 from torch_kda.kda.presets import model_preset
 
 CONFIG = model_preset("tiny", num_hidden_layers=8)
@@ -33,12 +35,13 @@ def test_allocate_gives_each_layer_its_own_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_are_what_the_config_says(dtype: str) -> None:
+def test_bytes_are_what_the_specs_say(dtype: str) -> None:
     config = replace(CONFIG, dtype=dtype)
     pools = Pools.allocate(config, 5, 7, 16, getattr(torch, dtype), "cpu")
-    assert pools.state_bytes == 5 * config.state_bytes
-    assert pools.conv_bytes == 5 * config.conv_bytes
-    assert pools.kv_bytes == 7 * 16 * config.kv_bytes_per_token
+    spec = kda_spec(config, EngineConfig())
+    assert pools.state_bytes == 5 * 6 * spec.state_bytes
+    assert pools.conv_bytes == 5 * 6 * spec.conv_bytes
+    assert pools.kv_bytes == 7 * 16 * 2 * mla_spec(config).token_bytes
     assert pools.total_bytes == pools.state_bytes + pools.conv_bytes + pools.kv_bytes
 
 
