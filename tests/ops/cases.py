@@ -1,6 +1,7 @@
 """Inputs for the KDA ops, as keyword arguments, and how to run an op without losing its pools."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -69,9 +70,9 @@ def prefill_case(
     exports: Sequence[Sequence[int]] | None = None,
     rows: int | None = None,
 ) -> Case:
-    """Arguments of `kda_prefill`. Sequence n reads slot n (-1 for every third), writes slot N + n.
+    """Arguments of `kda_prefill`, packed as in `packing`.
 
-    exports: offsets for each sequence, default: 16 and the last multiple of 16; slots from 2 N on.
+    exports: offsets for each sequence. Default: 16 and the last multiple of 16.
     rows: T, default: the sum of lengths and 3 padding rows.
     """
     rng = torch.Generator().manual_seed(seed)
@@ -82,25 +83,32 @@ def prefill_case(
 
     if exports is None:
         exports = [sorted({16, n // 16 * 16}) if n >= 16 else [] for n in lengths]
-    indptr = [sum(len(e) for e in exports[:n]) for n in range(N + 1)]
-    offsets = [offset for e in exports for offset in e]
     state = {
         "q": randn(T, H, K),
         "k": randn(T, H, K),
         "v": randn(T, HV, V),
         "beta_logit": randn(T, HV),
-        "state_pool": randn(2 * N + len(offsets) + 2, HV, V, K),
+        "state_pool": randn(2 * N + sum(map(len, exports)) + 2, HV, V, K),
         **gate_tensors(gates, T, HV, K, rng),
     }
-    metadata = {
-        "cu_seqlens": ints([sum(lengths[:n]) for n in range(N + 1)]),
-        "initial_slots": ints([-1 if n % 3 == 2 else n for n in range(N)]),
-        "final_slots": ints([N + n for n in range(N)]),
-        "checkpoint_indptr": ints(indptr),
-        "checkpoint_offsets": ints(offsets),
-        "checkpoint_slots": ints([2 * N + i for i in range(len(offsets))]),
+    return to(state | packing(lengths, exports), dtype, device)
+
+
+def packing(lengths: Sequence[int], exports: Sequence[Sequence[int]], device: str = "cpu") -> Case:
+    """Metadata of a prefill. Sequence n reads slot n (-1 for every third), writes slot N + n.
+
+    exports: offsets for each sequence, into slots from 2 N on.
+    """
+    N = len(lengths)
+    offsets = [offset for entry in exports for offset in entry]
+    return {
+        "cu_seqlens": ints([*accumulate(lengths, initial=0)], device),
+        "initial_slots": ints([-1 if n % 3 == 2 else n for n in range(N)], device),
+        "final_slots": ints([N + n for n in range(N)], device),
+        "checkpoint_indptr": ints([*accumulate(map(len, exports), initial=0)], device),
+        "checkpoint_offsets": ints(offsets, device),
+        "checkpoint_slots": ints([2 * N + i for i in range(len(offsets))], device),
     }
-    return to(state | metadata, dtype, device)
 
 
 def decode_case(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_kda.ops.kda import kda_prefill
 from torch_kda.ops.reference import kda_prefill_ref
-from torch_kda.tests.ops.cases import Case, ints, run, to
+from torch_kda.tests.ops.cases import Case, ints, packing, run, to
 
 DEVICE = "cuda"
 K = 128
@@ -75,15 +75,14 @@ def make(
     padding: int = 3,
     seed: int = 0,
 ) -> Case:
-    """Arguments of `kda_prefill`. Sequence n reads slot n (-1 for every third), writes slot N + n.
+    """Arguments of `kda_prefill`, packed as in `cases.packing`.
 
-    exports: offsets of checkpoints for each sequence, into slots from 2 N on. Default: none.
+    exports: offsets of checkpoints for each sequence. Default: none.
     padding: rows of no sequence at the end.
     """
     rng = torch.Generator(DEVICE).manual_seed(seed)
     N, T = len(lengths), sum(lengths) + padding
     exports = [[]] * N if exports is None else exports
-    offsets = [offset for entry in exports for offset in entry]
 
     def rows(heads: int) -> Tensor:
         return torch.randn(T, heads, K, generator=rng, device=DEVICE).bfloat16()
@@ -99,13 +98,8 @@ def make(
         "v": rows(HV),
         "beta_logit": torch.randn(T, HV, generator=rng, device=DEVICE).bfloat16(),
         **gate_case(gates, T, HV, rng),
-        "state_pool": torch.cat([first, states(len(offsets)), last]),
-        "cu_seqlens": ints([*accumulate(lengths, initial=0)], DEVICE),
-        "initial_slots": ints([-1 if n % 3 == 2 else n for n in range(N)], DEVICE),
-        "final_slots": ints([N + n for n in range(N)], DEVICE),
-        "checkpoint_indptr": ints([*accumulate(map(len, exports), initial=0)], DEVICE),
-        "checkpoint_offsets": ints(offsets, DEVICE),
-        "checkpoint_slots": ints([2 * N + i for i in range(len(offsets))], DEVICE),
+        "state_pool": torch.cat([first, states(sum(map(len, exports))), last]),
+        **packing(lengths, exports, DEVICE),
     }
 
 
