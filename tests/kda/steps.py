@@ -1,13 +1,39 @@
-"""Random steps for tests of the runner: any mix of rows that a scheduler may make."""
+"""For tests of the runner: a small model, and random steps of any rows a scheduler may make."""
 
 import random
 from array import array
 
+import torch
+from torch import Tensor
+from torch_kda.kda.config import EngineConfig
+from torch_kda.kda.model import KDAForCausalLM
+from torch_kda.kda.presets import model_preset
 from torch_kda.kda.runner import ModelRunner
 from torch_kda.scheduler.batch import ScheduledBatch, ScheduledRow
 from torch_kda.scheduler.request import SamplingParams
 
 ALIGNMENT = 16
+
+
+def small_model(config: EngineConfig) -> KDAForCausalLM:
+    """One KDA and one MLA layer, with random weights, as this engine runs it."""
+    preset = model_preset("tiny", max_model_len=256, num_hidden_layers=2, mla_layers=(1,))
+    model = KDAForCausalLM(config.resolve(preset))
+    model.random_init(0)
+    return model
+
+
+def pool_tensors(runner: ModelRunner) -> list[Tensor]:
+    return [*runner.pools.state, *runner.pools.conv, *runner.pools.kv]
+
+
+@torch.inference_mode()
+def fill_pools(*runners: ModelRunner) -> None:
+    """The same random contents in all, and others in each layer."""
+    for pools in zip(*(pool_tensors(runner) for runner in runners), strict=True):
+        pools[0].normal_(std=0.25)
+        for pool in pools[1:]:
+            pool.copy_(pools[0])
 
 
 def random_step(

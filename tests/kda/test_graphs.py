@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 from torch_kda.kda.buckets import Buckets, Shape
 from torch_kda.kda.config import EngineConfig
 from torch_kda.kda.graphs import StepGraphs
@@ -14,7 +13,7 @@ from torch_kda.kda.presets import model_preset
 from torch_kda.kda.runner import ModelRunner
 from torch_kda.scheduler.request import SamplingParams
 from torch_kda.tests.checks import assert_rms, assert_same
-from torch_kda.tests.kda.steps import random_step
+from torch_kda.tests.kda.steps import fill_pools, pool_tensors, random_step, small_model
 
 CONFIG = EngineConfig(
     max_num_seqs=8,
@@ -52,17 +51,7 @@ class FakeRecorder:
 
 @pytest.fixture(scope="module")
 def model() -> KDAForCausalLM:
-    model = KDAForCausalLM(
-        CONFIG.resolve(
-            model_preset("tiny", max_model_len=256, num_hidden_layers=2, mla_layers=(1,))
-        )
-    )
-    model.random_init(0)
-    return model
-
-
-def pools(runner: ModelRunner) -> list[torch.Tensor]:
-    return [*runner.pools.state, *runner.pools.conv, *runner.pools.kv]
+    return small_model(CONFIG)
 
 
 def test_capture_order_and_replay() -> None:
@@ -97,7 +86,7 @@ def test_capture_touches_no_pool(model: KDAForCausalLM) -> None:
     runner = ModelRunner(model, CONFIG, recorder=recorder)
     assert recorder.num_recorded == NUM_SHAPES + len({2, 4, 8, 2 + 8, 4 + 8, 8 + 8})
     assert runner.captured is not None and runner.captured.num_shapes == NUM_SHAPES
-    assert all(not pool.any() for pool in pools(runner))
+    assert all(not pool.any() for pool in pool_tensors(runner))
 
 
 SAMPLING = {
@@ -138,7 +127,7 @@ def check_replay(
             assert a.token_ids == b.token_ids, f"pair {i}"
             assert not is_exact or a.logprobs == b.logprobs, f"pair {i}"
             assert list(map(len, a.logprobs)) == list(map(len, b.logprobs))
-        for n, (a, b) in enumerate(zip(pools(recorded), pools(plain), strict=True)):
+        for n, (a, b) in enumerate(zip(pool_tensors(recorded), pool_tensors(plain), strict=True)):
             name = f"pool {n} after pair {i}"
             assert_same(name, a, b) if is_exact else assert_rms(name, a, b, 1e-5)
 
@@ -159,9 +148,7 @@ def test_replay_is_the_step(model: KDAForCausalLM) -> None:
     recorder = FakeRecorder()
     recorded = ModelRunner(model, CONFIG, recorder=recorder)
     plain = ModelRunner(model, CONFIG)
-    with torch.inference_mode():
-        for a, b in zip(pools(recorded), pools(plain), strict=True):
-            b.copy_(a.normal_(std=0.25))
+    fill_pools(recorded, plain)
     # padding a step moves the last bits of a CPU's matrix products
     check_replay(recorded, plain, 60, is_exact=False)
     assert set(recorder.replayed) == set(range(recorder.num_recorded))
@@ -221,7 +208,5 @@ def test_replay_on_gpu() -> None:
     recorded = ModelRunner(model, GPU)
     # the same buckets and buffers: what differs is the replay alone
     plain = ModelRunner(model, GPU, recorder=FakeRecorder())
-    with torch.inference_mode():
-        for a, b in zip(pools(recorded), pools(plain), strict=True):
-            b.copy_(a.normal_(std=0.25))
+    fill_pools(recorded, plain)
     check_replay(recorded, plain, 60, is_exact=True, max_tokens=500)

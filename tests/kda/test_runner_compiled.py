@@ -7,11 +7,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch_kda.kda.config import EngineConfig
 from torch_kda.kda.model import KDAForCausalLM
-from torch_kda.kda.presets import model_preset
 from torch_kda.kda.runner import ModelRunner
 from torch_kda.kda.step import StepInputs
 from torch_kda.tests.checks import assert_rms, assert_same
-from torch_kda.tests.kda.steps import random_step
+from torch_kda.tests.kda.steps import fill_pools, pool_tensors, random_step, small_model
 
 CONFIG = EngineConfig(
     max_num_seqs=9,
@@ -28,13 +27,7 @@ NUM_KINDS = 3  # prefill alone, decode alone, both
 
 @pytest.fixture(scope="module")
 def model() -> KDAForCausalLM:
-    model = KDAForCausalLM(
-        CONFIG.resolve(
-            model_preset("tiny", max_model_len=256, num_hidden_layers=2, mla_layers=(1,))
-        )
-    )
-    model.random_init(0)
-    return model
+    return small_model(CONFIG)
 
 
 class Watched(ModelRunner):
@@ -43,19 +36,6 @@ class Watched(ModelRunner):
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         self.seen = [super().forward(inputs)]
         return self.seen[0]
-
-
-def tensors(runner: ModelRunner) -> list[torch.Tensor]:
-    return [*runner.pools.state, *runner.pools.conv, *runner.pools.kv]
-
-
-def fill_pools(*runners: ModelRunner) -> None:
-    """The same random contents in all, and others in each layer."""
-    with torch.inference_mode():
-        for pools in zip(*(tensors(runner) for runner in runners), strict=True):
-            values = torch.randn_like(pools[0]) / 4
-            for pool in pools:
-                pool.copy_(values)
 
 
 def random_lengths(rng: random.Random) -> tuple[int, list[int]]:
@@ -77,7 +57,7 @@ def test_one_compilation_for_each_kind_of_step(model: KDAForCausalLM) -> None:
         num_rows, lengths = random_lengths(rng)
         batch = random_step(rng, eager, num_rows=num_rows, lengths=lengths)
         assert compiled.run(batch) == eager.run(batch)
-        for n, (a, b) in enumerate(zip(tensors(compiled), tensors(eager), strict=True)):
+        for n, (a, b) in enumerate(zip(pool_tensors(compiled), pool_tensors(eager), strict=True)):
             assert_same(f"pool {n} after step {i}", a, b)
     assert counter.frame_count == NUM_KINDS
 
@@ -96,6 +76,6 @@ def test_inductor_is_eager(model: KDAForCausalLM) -> None:
         assert compiled.run(batch).token_ids == eager.run(batch).token_ids
         for a, b in zip(compiled.seen, eager.seen, strict=True):
             assert_rms(f"logits of step {i}", a[: len(batch.rows)], b[: len(batch.rows)], 1e-5)
-        for n, (a, b) in enumerate(zip(tensors(compiled), tensors(eager), strict=True)):
+        for n, (a, b) in enumerate(zip(pool_tensors(compiled), pool_tensors(eager), strict=True)):
             assert_rms(f"pool {n} after step {i}", a, b, 1e-5)
     assert counter.frame_count == NUM_KINDS
