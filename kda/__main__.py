@@ -20,7 +20,9 @@ app = typer.Typer(
     help="Kimi Delta Attention language models in PyTorch: one forward per prompt.",
 )
 
-bench = typer.Typer(no_args_is_help=True, help="Time ops on a CUDA device.")
+bench = typer.Typer(
+    no_args_is_help=True, help="Time ops on a CUDA device; simulate workloads on none."
+)
 app.add_typer(bench, name="bench")
 
 Seed = Annotated[int, typer.Option(help="Of the random weights.")]
@@ -105,6 +107,19 @@ def bench_ops(context: typer.Context) -> None:
     """KDA prefill against its peers, correctness before time; --help lists its options."""
     with _clear_errors():
         from ..profiles.bench_ops import main as run
+
+        run(context.args)
+
+
+@bench.command(
+    "simulate",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_simulate(context: typer.Context) -> None:
+    """Forwards and cached tokens of a workload, without a model or a GPU; --help for more."""
+    with _clear_errors():
+        from ..profiles.simulate import main as run
 
         run(context.args)
 

@@ -1,0 +1,275 @@
+"""What the scheduler and the cache make of a workload, without a model: `torch-kda bench simulate`.
+
+The scheduler and the cache are the real ones; the worker is a stub that says the same token each
+time. Also runs as `python -m torch_kda.profiles.simulate`.
+"""
+
+import argparse
+import json
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..cache.prefix_cache import PrefixCache
+from ..scheduler.request import Request, SamplingParams
+from ..scheduler.scheduler import Scheduler
+from .simulate_report import draw, print_table, write_report
+
+DESCRIPTIONS = {
+    "growing-prefix": "streams that grow by --step tokens a round, from --start; all of a round "
+    "are sent together (defaults: 120000 and 2000 tokens)",
+    "eight-k": "unrelated prompts of --start tokens, one a stream and round (default: 8000)",
+    "shared-prefix": "prompts of --start shared tokens and --step of their own, one a stream and "
+    "round (defaults: 8000 and 1000)",
+}
+# rounds, start, step
+SIZES = {
+    "growing-prefix": (22, 120_000, 2_000),
+    "eight-k": (8, 8_000, 0),
+    "shared-prefix": (8, 8_000, 1_000),
+}
+VOCABULARY = 163_840
+ALIGNMENT = 16  # of the kernel's exports, in tokens
+PICTURE = Path("torch-kda-simulate.png")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is sent, and to what. Raises ValueError on construction, naming the option."""
+
+    name: str
+    rounds: int
+    start: int  # tokens
+    step: int  # tokens
+    streams: int = 1
+    outputs: int = 1  # tokens that each request generates
+    unit: int = 128
+    kv_block: int = 128
+    budget: int = 8192  # tokens of a forward
+    slots: int = 64  # states, running ones included
+    kv_tokens: int = 0  # room for KV; 0: for all that is sent
+    has_exports: bool = True  # False: the two-pass baseline
+    has_draft_layer: bool = False  # with KV that depends on the next token
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            *(("rounds", 1), ("start", 1), ("step", 0), ("streams", 1), ("outputs", 1)),
+            *(("unit", 1), ("kv_block", 1), ("budget", 1), ("slots", 1), ("kv_tokens", 0)),
+        ):
+            if getattr(self, field) < least:
+                option, got = field.replace("_", "-"), getattr(self, field)
+                raise ValueError(f"simulate: --{option} must be >= {least}, got {got}")
+        if self.unit % ALIGNMENT:
+            raise ValueError(f"simulate: --unit must be a multiple of {ALIGNMENT}, got {self.unit}")
+        if self.unit % self.kv_block:
+            raise ValueError(
+                f"simulate: --kv-block must divide --unit {self.unit}, got {self.kv_block}"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, its output included."""
+        growth = {"growing-prefix": self.rounds * self.step, "shared-prefix": self.step}
+        return self.start + growth.get(self.name, 0) + self.outputs
+
+    @property
+    def sent_tokens(self) -> int:
+        """Room that all requests take when nothing is ever evicted."""
+        if self.name == "growing-prefix":
+            return self.streams * (self.longest + self.rounds * (self.outputs + self.unit))
+        return self.streams * (self.rounds + 1) * (self.longest + self.unit)
+
+
+class Round(NamedTuple):
+    """What one round took."""
+
+    prompt_tokens: int
+    forwards: int
+    tokens_computed: int  # also those that were in the cache once, or have KV but no state
+    tokens_cached: int  # found: KV and state
+    tokens_lost: int  # KV was there, but no state so deep
+    evictions: int  # of states and of units of KV, for want of room
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All rounds of a workload; what came before the first is not counted."""
+
+    workload: Workload
+    rounds: list[Round]
+    slots_peak: int  # states held at once, running and cached
+
+    def as_json(self) -> dict[str, int]:
+        def total(field: str) -> int:
+            return sum(getattr(a_round, field) for a_round in self.rounds)
+
+        return {
+            "rounds": len(self.rounds),
+            "forwards": total("forwards"),
+            "tokens_computed": total("tokens_computed"),
+            "tokens_cached": total("tokens_cached"),
+            "tokens_lost": total("tokens_lost"),
+            "slots_peak": self.slots_peak,
+            "evictions": total("evictions"),
+        }
+
+
+def make_workload(name: str, **options: Any) -> Workload:
+    """A workload with its own sizes but for those that are given and not None.
+
+    Raises:
+        ValueError: there is no such workload; an option is out of range.
+    """
+    if name not in SIZES:
+        raise ValueError(f"simulate: WORKLOAD must be one of {', '.join(SIZES)}, got {name!r}")
+    given = {key: value for key, value in options.items() if value is not None}
+    sizes = dict(zip(("rounds", "start", "step"), SIZES[name], strict=True))
+    return Workload(name=name, **{**sizes, **given})
+
+
+def simulate(workload: Workload) -> Outcome:
+    """Runs all rounds. The first prompts of growing streams, and the first of those that share a
+    prefix, are prefilled before.
+
+    Raises:
+        ValueError: sizes don't go together; a request doesn't fit.
+    """
+    scheduler = _make_scheduler(workload)
+    prompts = _prompts(workload)
+    _run(scheduler, next(prompts), workload.outputs)
+    rounds = [_run(scheduler, sent, workload.outputs) for sent in prompts]
+    return Outcome(workload, rounds, scheduler.counters.slots_peak)
+
+
+def _make_scheduler(workload: Workload) -> Scheduler:
+    tokens = workload.kv_tokens or workload.sent_tokens
+    cache = PrefixCache(
+        num_blocks=-(-tokens // workload.kv_block) + 1,
+        block_size=workload.kv_block,
+        num_slots=workload.slots,
+        unit=workload.unit,
+        lookahead=int(workload.has_draft_layer),
+    )
+    return Scheduler(
+        cache,
+        max_num_seqs=workload.streams,
+        max_num_batched_tokens=workload.budget,
+        max_model_len=workload.longest + 1,
+        alignment=ALIGNMENT,
+        num_prefill_checkpoint_blocks=16 if workload.has_exports else 0,
+    )
+
+
+def _prompts(workload: Workload) -> Iterator[list[array]]:
+    """What is sent together; first what is not counted."""
+    rng = random.Random(0)
+
+    def tokens(count: int) -> array:
+        return array("i", rng.choices(range(VOCABULARY), k=count))
+
+    streams, start, step = range(workload.streams), workload.start, workload.step
+    if workload.name == "growing-prefix":
+        whole = [tokens(start + workload.rounds * step) for _ in streams]
+        for index in range(workload.rounds + 1):
+            yield [stream[: start + index * step] for stream in whole]
+    elif workload.name == "shared-prefix":
+        shared = tokens(start)
+        yield [shared + tokens(step)]
+        for _ in range(workload.rounds):
+            yield [shared + tokens(step) for _ in streams]
+    else:
+        yield []
+        for _ in range(workload.rounds):
+            yield [tokens(start) for _ in streams]
+
+
+def _run(scheduler: Scheduler, prompts: Sequence[array], num_outputs: int) -> Round:
+    """Sends prompts together and runs them to their end."""
+    counters, cache = scheduler.counters, scheduler.cache.counters
+    sampling = SamplingParams(max_tokens=num_outputs)
+    for index, prompt in enumerate(prompts):
+        scheduler.enqueue(Request(f"{counters.steps}-{index}", prompt, sampling))
+    steps, hit, lost = counters.steps, cache.hit_tokens, cache.lost_tokens
+    evictions = cache.evictions_for_states + cache.evictions_for_kv
+    computed = 0
+    while scheduler.has_work:
+        batch = scheduler.schedule()
+        computed += sum(row.end - row.start for row in batch.rows)
+        scheduler.commit(batch, [[0] if row.samples else [] for row in batch.rows])
+    return Round(
+        sum(map(len, prompts)),
+        counters.steps - steps,
+        computed,
+        cache.hit_tokens - hit,
+        cache.lost_tokens - lost,
+        cache.evictions_for_states + cache.evictions_for_kv - evictions,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    options = _parse(arguments)
+    if options.workload == "report":
+        write_report(simulate)
+        return
+    workload = make_workload(
+        options.workload,
+        rounds=options.rounds,
+        start=options.start,
+        step=options.step,
+        streams=options.streams,
+        outputs=options.outputs,
+        unit=options.unit,
+        kv_block=options.kv_block,
+        budget=options.budget,
+        slots=options.slots,
+        kv_tokens=options.kv_tokens,
+        has_exports=not options.two_pass,
+        has_draft_layer=options.draft_layer,
+    )
+    outcome = simulate(workload)
+    if options.json:
+        print(json.dumps(outcome.as_json()))
+        return
+    outcomes = [outcome]
+    if workload.has_exports:
+        outcomes.append(simulate(replace(workload, has_exports=False)))
+    print_table(outcomes)
+    print(draw(outcomes, options.picture))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="torch-kda bench simulate",
+        description="Forwards, cached and computed tokens of a workload on the real scheduler and "
+        "cache, without a model.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"{name}: {text}" for name, text in DESCRIPTIONS.items())
+        + "\nreport: the published workloads, into profiles/results/simulate.md",
+    )
+    parser.add_argument("workload", choices=[*SIZES, "report"], metavar="WORKLOAD")
+    for name, text in (
+        ("rounds", "how often (default: 22 times for growing-prefix, else 8)"),
+        ("start", "tokens to begin with, see below"),
+        ("step", "tokens that are added, see below"),
+        ("streams", "requests that are sent together (default: 1)"),
+        ("outputs", "tokens that a request generates (default: 1)"),
+        ("unit", "tokens of a cache key (default: 128)"),
+        ("kv-block", "tokens of a KV block, which divides the unit (default: 128)"),
+        ("budget", "tokens of a forward (default: 8192)"),
+        ("slots", "states, running ones included (default: 64)"),
+        ("kv-tokens", "room for KV (default: for all that is sent)"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    parser.add_argument("--two-pass", action="store_true", help="without exports, as a baseline")
+    parser.add_argument("--draft-layer", action="store_true", help="with draft-layer KV")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, no plot")
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="where the plot goes")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
