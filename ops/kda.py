@@ -7,20 +7,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .library import (
-    FLOATS,
-    INT,
-    check_csr,
-    check_device,
-    check_inner,
-    check_tensor,
-    define_op,
-    is_traced,
-    require,
-    wide_dtype,
-)
-
-MAX_SEQUENCES = 4096  # of a call on CUDA: one CTA lays all of them out
+from .kda_checks import check_decode, check_plan, check_prefill, num_tiles, plan_size
+from .library import INT, define_op, is_traced
 
 
 def kda_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
@@ -44,7 +32,7 @@ def kda_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
         NotImplementedError: on CUDA, more than 4096 sequences.
     """
     if not is_traced():
-        _check_plan(cu_seqlens, num_tokens)
+        check_plan(cu_seqlens, num_tokens)
     return _kda_plan(cu_seqlens, num_tokens)
 
 
@@ -124,7 +112,7 @@ def kda_prefill(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # on CUDA the compiled call checks, at no cost; these come when it has found something
     if not (q.is_cuda or is_traced()):
-        _check_prefill(*tensors, lower_bound=lower_bound)
+        check_prefill(*tensors, lower_bound=lower_bound)
     return _kda_prefill(*tensors, lower_bound=lower_bound, scale=scale)
 
 
@@ -194,172 +182,12 @@ def kda_decode(
     )
     scale = state_pool.shape[-1] ** -0.5 if scale is None else scale
     if not is_traced():
-        _check_decode(*tensors, lower_bound=lower_bound)
+        check_decode(*tensors, lower_bound=lower_bound)
     return _kda_decode(*tensors, lower_bound=lower_bound, scale=scale, eps=eps)
 
 
-def _check_plan(cu_seqlens: Tensor, num_tokens: int) -> None:
-    op, shape = "kda_plan", list(cu_seqlens.shape)
-    check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", INT, {})
-    require(shape[0] >= 2, op, "cu_seqlens", "[N+1] with N >= 1", shape)
-    require(num_tokens >= 0, op, "num_tokens", ">= 0", num_tokens)
-    check_inner(op, "cu_seqlens", cu_seqlens, 1)
-    check_device(op, {"cu_seqlens": cu_seqlens})
-    if cu_seqlens.is_cuda:
-        _check_sequences(op, shape[0] - 1)
-
-
-def _check_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_raw: Tensor,
-    beta_logit: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state_pool: Tensor,
-    cu_seqlens: Tensor,
-    initial_slots: Tensor,
-    final_slots: Tensor,
-    checkpoint_indptr: Tensor | None,
-    checkpoint_offsets: Tensor | None,
-    checkpoint_slots: Tensor | None,
-    plan: Tensor | None,
-    *,
-    lower_bound: float | None,
-    scale: float | None = None,
-) -> None:
-    op, dims = "kda_prefill", {}
-    check_tensor(op, "q", q, "T H K", FLOATS, dims)
-    dtype, wide = q.dtype, wide_dtype(q)
-    check_tensor(op, "k", k, "T H K", dtype, dims)
-    check_tensor(op, "v", v, "T HV V", dtype, dims)
-    check_tensor(op, "g_raw", g_raw, "T HV K", dtype, dims)
-    check_tensor(op, "beta_logit", beta_logit, "T HV", dtype, dims)
-    check_tensor(op, "A_log", A_log, "HV", wide, dims)
-    check_tensor(op, "dt_bias", dt_bias, "HV K", wide, dims)
-    check_tensor(op, "state_pool", state_pool, "slots HV V K", wide, dims)
-    check_tensor(op, "initial_slots", initial_slots, "N", INT, dims)
-    check_tensor(op, "final_slots", final_slots, "N", INT, dims)
-    check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", INT, dims)
-    csr = check_csr(op, checkpoint_indptr, checkpoint_offsets, checkpoint_slots, dims)
-    if plan is not None:
-        dims["P"] = _plan_size(dims["N"], dims["T"])
-        check_tensor(op, "plan", plan, "P", INT, dims)
-    require(dims["HV"] % dims["H"] == 0, op, "v", f"of HV % H={dims['H']} == 0", dims["HV"])
-    rows = {"q": q, "k": k, "v": v, "g_raw": g_raw}
-    for name, x in rows.items():
-        check_inner(op, name, x, 2)
-    small = {"A_log": A_log, "dt_bias": dt_bias}
-    lists = {"cu_seqlens": cu_seqlens, "initial_slots": initial_slots, "final_slots": final_slots}
-    for name, x in (small | lists | csr | {"plan": plan}).items():
-        if x is not None:
-            check_inner(op, name, x, x.ndim)
-    check_inner(op, "beta_logit", beta_logit, 1)
-    check_inner(op, "state_pool", state_pool, 3)
-    pool = {"beta_logit": beta_logit, "state_pool": state_pool}
-    check_device(op, rows | pool | small | lists | csr | {"plan": plan})
-    _check_bound(op, lower_bound)
-    if q.is_cuda:
-        _check_cuda(op, dims["K"], dims["V"], q.dtype)
-        _check_sequences(op, dims["N"])
-        for name, x in rows.items():
-            _check_aligned(op, name, x, 8)
-        _check_aligned(op, "state_pool", state_pool, 4)
-
-
-def _check_decode(
-    qkv: Tensor,
-    g_raw: Tensor,
-    beta_logit: Tensor,
-    gate: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    state_pool: Tensor,
-    conv_pool: Tensor,
-    src_slots: Tensor,
-    dst_slots: Tensor,
-    num_tokens: Tensor | None,
-    *,
-    lower_bound: float | None,
-    scale: float | None = None,
-    eps: float | None = None,
-) -> None:
-    op, dims = "kda_decode", {}
-    check_tensor(op, "qkv", qkv, "D*M C", FLOATS, dims)
-    dtype, wide = qkv.dtype, wide_dtype(qkv)
-    check_tensor(op, "dst_slots", dst_slots, "D M", INT, dims)
-    check_tensor(op, "src_slots", src_slots, "D", INT, dims)
-    dims["D*M"] = dims["D"] * dims["M"]
-    check_tensor(op, "qkv", qkv, "D*M C", dtype, dims)
-    check_tensor(op, "state_pool", state_pool, "slots HV V K", wide, dims)
-    check_tensor(op, "g_raw", g_raw, "D*M HV K", dtype, dims)
-    check_tensor(op, "beta_logit", beta_logit, "D*M HV", dtype, dims)
-    check_tensor(op, "gate", gate, "D*M HV V", dtype, dims)
-    check_tensor(op, "conv_weight", conv_weight, "C 4", dtype, dims)
-    check_tensor(op, "A_log", A_log, "HV", wide, dims)
-    check_tensor(op, "dt_bias", dt_bias, "HV K", wide, dims)
-    check_tensor(op, "norm_weight", norm_weight, "V", dtype, dims)
-    check_tensor(op, "conv_pool", conv_pool, "slots 3 C", dtype, dims)
-    if num_tokens is not None:
-        check_tensor(op, "num_tokens", num_tokens, "D", INT, dims)
-    C, HV, V, K = (dims[letter] for letter in ("C", "HV", "V", "K"))
-    H = (C - HV * V) // (2 * K)
-    fits = H > 0 and C == 2 * H * K + HV * V and HV % H == 0
-    require(fits, op, "qkv", f"[D*M, 2*H*K + HV*V] with {HV=}, {V=}, {K=}, HV % H == 0", f"C={C}")
-    weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias}
-    weights |= {"norm_weight": norm_weight}
-    lists = {"src_slots": src_slots, "dst_slots": dst_slots, "num_tokens": num_tokens}
-    for name, x in (weights | lists).items():
-        if x is not None:
-            check_inner(op, name, x, x.ndim)
-    rows = {"qkv": qkv, "g_raw": g_raw, "beta_logit": beta_logit, "gate": gate}
-    pools = {"state_pool": state_pool, "conv_pool": conv_pool}
-    for name, x in (rows | pools).items():
-        check_inner(op, name, x, x.ndim - 1)
-    check_device(op, rows | weights | pools | lists)
-    _check_bound(op, lower_bound)
-    if qkv.is_cuda:
-        _check_cuda(op, K, V, qkv.dtype)
-
-
-def _check_bound(op: str, lower_bound: float | None) -> None:
-    is_right = lower_bound is None or -5 <= lower_bound < 0
-    require(is_right, op, "lower_bound", "in [-5, 0) or None", lower_bound)
-
-
-def _check_cuda(op: str, K: int, V: int, dtype: torch.dtype) -> None:
-    if K != 128 or V != 128 or dtype != torch.bfloat16:
-        got = f"K={K}, V={V} in {str(dtype).removeprefix('torch.')}"
-        raise NotImplementedError(f"{op}: on CUDA K = V = 128 in bfloat16 is built, got {got}")
-
-
-def _check_sequences(op: str, N: int) -> None:
-    if N > MAX_SEQUENCES:
-        expected = f"on CUDA up to {MAX_SEQUENCES} sequences are built"
-        raise NotImplementedError(f"{op}: {expected}, got cu_seqlens for {N}; split the call")
-
-
-def _check_aligned(op: str, name: str, x: Tensor, elements: int) -> None:
-    """16-byte loads of rows: strides of whole loads, and a base that is no odd slice."""
-    is_aligned = x.stride(0) % elements == 0 and x.storage_offset() % elements == 0
-    got = f"row stride {x.stride(0)}, offset {x.storage_offset()}"
-    expected = f"16-byte aligned in each row (multiples of {elements} elements)"
-    require(is_aligned, op, name, expected, got)
-
-
-def _num_tiles(N: int, T: int) -> int:
-    return (T + reference.CHUNK - 1) // reference.CHUNK + N
-
-
-def _plan_size(N: int, T: int) -> int:
-    return 4 * N + 2 * _num_tiles(N, T)
-
-
 def _kda_plan_cpu(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    N, C = cu_seqlens.shape[0] - 1, _num_tiles(cu_seqlens.shape[0] - 1, num_tokens)
+    N, C = cu_seqlens.shape[0] - 1, num_tiles(cu_seqlens.shape[0] - 1, num_tokens)
     start = cu_seqlens.clamp(0, num_tokens)
     length = (start[1:] - start[:-1]).clamp(min=0)
     tiles = (length + reference.CHUNK - 1) // reference.CHUNK
@@ -398,7 +226,8 @@ def _kda_prefill_cuda(*tensors: Any, lower_bound: float | None, scale: float) ->
     try:
         return _cuda().kda_prefill(*tensors, lower_bound=lower_bound, scale=scale)
     except (ValueError, TypeError, IndexError, ZeroDivisionError):
-        _check_prefill(*tensors, lower_bound=lower_bound)  # says what was wrong in the op's words
+        # says what was wrong in the op's words
+        check_prefill(*tensors, lower_bound=lower_bound)
         raise
 
 
@@ -416,20 +245,20 @@ def _kda_decode_cuda(*tensors: Any, lower_bound: float | None, scale: float, eps
 
 
 def _kda_prefill_fake(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
-    _check_prefill(*tensors, lower_bound=lower_bound)
+    check_prefill(*tensors, lower_bound=lower_bound)
     v = tensors[2]
     return v.new_empty(v.shape)
 
 
 def _kda_decode_fake(*tensors: Any, lower_bound: float | None, scale: float, eps: float) -> Tensor:
-    _check_decode(*tensors, lower_bound=lower_bound)
+    check_decode(*tensors, lower_bound=lower_bound)
     qkv, gate = tensors[0], tensors[3]
     return qkv.new_empty(qkv.shape[0], gate.shape[1] * gate.shape[2])
 
 
 def _kda_plan_fake(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    _check_plan(cu_seqlens, num_tokens)
-    return cu_seqlens.new_empty(_plan_size(cu_seqlens.shape[0] - 1, num_tokens))
+    check_plan(cu_seqlens, num_tokens)
+    return cu_seqlens.new_empty(plan_size(cu_seqlens.shape[0] - 1, num_tokens))
 
 
 _kda_plan = define_op(

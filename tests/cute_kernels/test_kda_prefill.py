@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch_kda.cute_kernels import jit, kda_prefill
-from torch_kda.ops import kda
+from torch_kda.ops import kda, kda_checks
 from torch_kda.tests.ops.cases import Case, ints, prefill_case
 
 NAMES = [
@@ -82,7 +82,7 @@ def test_kda_prefill_arguments(compiled: dict[str, Recorder]) -> None:
     by_name.pop("mPlan")
     records = by_name.pop("mRecords")
     assert records.dtype == torch.uint8
-    assert records.shape == (kda_prefill.workspace_bytes(T, N, 4) + 4 * kda._plan_size(N, T),)
+    assert records.shape == (kda_prefill.workspace_bytes(T, N, 4) + 4 * kda_checks.plan_size(N, T),)
     assert by_name.pop("lower_bound") == -5.0 and by_name.pop("scale") == 0.5
     assert by_name.pop("stages") == ALL | kda_prefill.OWN_PLAN and by_name.pop("scan_tile") == 0
     assert not by_name
@@ -152,7 +152,7 @@ def test_too_many_sequences(compiled: dict[str, Recorder]) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         kda_prefill._check_counts(N, 1, 1, torch.empty(1, 1), ints([0] * (N + 1)), None, None, -1.0)
     with pytest.raises(NotImplementedError, match=r"up to 4096 sequences .* got .* for 4097"):
-        kda._check_sequences("kda_prefill", N)
+        kda_checks._check_sequences("kda_prefill", N)
 
 
 def test_make_plan(compiled: dict[str, Recorder]) -> None:
@@ -167,7 +167,7 @@ def test_workspace_bytes(T: int, N: int, HV: int) -> None:
     records = (-(-T // 16) + N) * HV
     # a record each, and no more than a flag beside it
     assert 13312 * records <= kda_prefill.workspace_bytes(T, N, HV) <= 13316 * records
-    assert kda_prefill.plan_size(T, N) == kda._plan_size(N, T)
+    assert kda_prefill.plan_size(T, N) == kda_checks.plan_size(N, T)
 
 
 def test_constants() -> None:
@@ -177,7 +177,7 @@ def test_constants() -> None:
     from torch_kda.ops.reference import CHUNK
 
     assert kda_prefill.TILE == CHUNK
-    assert kda_prefill.MAX_SEQUENCES == kda_plan.MAX_SEQUENCES == kda.MAX_SEQUENCES
+    assert kda_prefill.MAX_SEQUENCES == kda_plan.MAX_SEQUENCES == kda_checks.MAX_SEQUENCES
 
 
 def test_load_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:

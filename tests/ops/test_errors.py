@@ -211,7 +211,7 @@ def test_kda_heads_must_divide() -> None:
 @pytest.mark.parametrize("row_stride", [True, False], ids=["stride", "offset"])
 def test_kda_prefill_alignment_on_cuda(row_stride: bool) -> None:
     # the check itself runs anywhere; only CUDA calls it
-    from torch_kda.ops.kda import _check_aligned
+    from torch_kda.ops.kda_checks import _check_aligned
 
     _check_aligned("kda_prefill", "q", torch.zeros(4, 16)[:, 8:], 8)
     x = torch.zeros(4, 17)[:, :16] if row_stride else torch.zeros(4, 24)[:, 4:20]
