@@ -84,8 +84,10 @@ def draw(outcomes: Sequence["Outcome"], path: Path) -> str:
     ):
         axis.set_ylabel(title)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_ylim(bottom=0)
-    axes[0].legend(frameon=False)
+        axis.set_ylim(0, max(1.0, 1.25 * axis.get_ylim()[1]))
+        axis.yaxis.get_major_locator().set_params(integer=True)
+    axes[0].legend(frameon=False, ncols=len(outcomes), loc="upper right")
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
     axes[-1].set_xlabel("round")
     axes[0].set_title(_title(outcomes[0]), fontsize="medium")
     try:
