@@ -31,15 +31,18 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Iterable[int]) -> None:
+        """Gives blocks back that `allocate` gave out."""
         for block in blocks:
             assert not self._is_free[block], f"{block=} is free already"
             self._is_free[block] = 1
             self._free.append(block)
 
     def is_free(self, block: int) -> bool:
+        """Whether nobody owns the block."""
         return bool(self._is_free[block])
 
     def check_integrity(self) -> None:
+        """Asserts that the free list and the flags agree."""
         assert len(set(self._free)) == len(self._free), "a block is free twice"
         assert sum(self._is_free) == len(self._free), "free list and flags differ"
         assert all(self._is_free[block] for block in self._free), "free list and flags differ"

@@ -7,6 +7,8 @@ from .node import Node
 
 
 class Serial(Protocol):
+    """What an `EvictionQueue` can hold."""
+
     serial: int  # unique, so that equal ranks have one order
 
 
@@ -40,6 +42,7 @@ class EvictionQueue(Generic[Item]):
             heapify(self._heap)
 
     def discard(self, item: Item) -> None:
+        """Takes the item out; nothing happens if it is not a member."""
         self._members.pop(item.serial, None)
 
     def first(self) -> Item | None:
@@ -74,10 +77,12 @@ class EvictionOrder:
         self._states: EvictionQueue[Node] = EvictionQueue()
 
     def next_state(self, *, spent_only: bool = False) -> Node | None:
+        """The node whose state goes next."""
         node = self._spent_states.first()
         return node if node is not None or spent_only else self._states.first()
 
     def next_kv(self) -> Node | None:
+        """The leaf whose KV goes next."""
         return self._bare_leaves.first() or self._state_leaves.first()
 
     def update(self, node: Node, *, is_read: bool) -> None:
@@ -91,6 +96,7 @@ class EvictionOrder:
         _put(self._spent_states, node, node.last_hit, is_free and node.is_spent)
 
     def discard(self, node: Node) -> None:
+        """The node is gone: takes it out of every queue."""
         for queue in self._queues():
             queue.discard(node)
 

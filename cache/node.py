@@ -61,6 +61,7 @@ def leads_to_state(node: Node) -> bool:
 
 
 def max_states_below(node: Node) -> int:
+    """Most states on one path down from the node, its own not counted."""
     most = 0
     stack = [(child, 0) for child in node.children.values()]
     while stack:
@@ -72,6 +73,7 @@ def max_states_below(node: Node) -> int:
 
 
 def descendants(node: Node) -> list[Node]:
+    """All nodes below."""
     found: list[Node] = []
     stack = list(node.children.values())
     while stack:

@@ -121,6 +121,7 @@ class PrefixCache:
 
     @property
     def num_available_slots(self) -> int:
+        """Slots that are free or can be made free at once."""
         return self.state_pool.num_free + self.state_pool.num_evictable
 
     @property
@@ -182,10 +183,12 @@ class PrefixCache:
         self._requeue_slot(slot)
 
     def unpin(self, slot: int) -> None:
+        """The step that read the slot has retired."""
         self.state_pool.unpin(slot)
         self._requeue_slot(slot)
 
     def has_state(self, key: bytes) -> bool:
+        """Whether a state with this key is visible."""
         node = self._nodes.get(key)
         return node is not None and node.slot >= 0
 
@@ -209,6 +212,7 @@ class PrefixCache:
         return low
 
     def find(self, key: bytes) -> Node | None:
+        """The cached unit with this key."""
         return self._nodes.get(key)
 
     def nodes(self) -> Iterable[Node]:

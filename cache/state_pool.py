@@ -4,6 +4,8 @@ from enum import IntEnum
 
 
 class SlotStatus(IntEnum):
+    """Where a slot stands in its life."""
+
     FREE = 0
     RUNNING = 1  # one request reads and writes it; never found by others
     RESERVED = 2  # a step in flight writes the state that is to be kept
@@ -69,6 +71,7 @@ class StatePool:
         self.pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
+        """The step has retired. The last one frees a DOOMED slot."""
         assert self.pins[slot] > 0, f"{slot=} is not pinned"
         self.pins[slot] -= 1
         if self.pins[slot] == 0:
@@ -96,6 +99,7 @@ class StatePool:
         self._free.append(slot)
 
     def check_integrity(self) -> None:
+        """Asserts that the free list, status, pins and counts agree."""
         assert len(set(self._free)) == len(self._free), "a slot is free twice"
         free = {slot for slot, status in enumerate(self.status) if status is SlotStatus.FREE}
         assert free == set(self._free), f"{free=} listed={self._free}"

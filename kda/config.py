@@ -218,10 +218,12 @@ class EngineConfig:
 
     @property
     def is_compiled(self) -> bool:
+        """Whether the model runs as a compiled graph."""
         return self.device != "cpu" if self.compile is None else self.compile
 
     @property
     def has_graphs(self) -> bool:
+        """Whether steps are recorded and replayed."""
         if self.cuda_graphs is None:
             return self.is_compiled and self.device != "cpu"
         return self.cuda_graphs

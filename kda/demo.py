@@ -14,7 +14,6 @@ from .tokenizer import Tokenizer
 
 NEW_TOKENS = 24
 MIN_DISTINCT = 8  # fewer different greedy tokens would make their equality worth little
-SEED = 0  # of the weights: 23 distinct tokens on this repository's text
 # longer than a unit, so that the follow-up has a boundary of its own to keep
 FOLLOW_UP = """
 
@@ -77,10 +76,12 @@ class DemoResult:
 
     @property
     def tokens_equal(self) -> bool:
+        """Whether every comparison found equal tokens."""
         return all(found.is_equal for found in self.comparisons.values())
 
     @property
     def max_logit_diff(self) -> float:
+        """The largest of all comparisons."""
         return max(found.max_logit_diff for found in self.comparisons.values())
 
     @property
@@ -114,6 +115,7 @@ class DemoResult:
         return found
 
     def as_json(self) -> dict[str, Any]:
+        """What `torch-kda demo --json` prints."""
         return {
             "single_pass": _figures(self.single_pass),
             "two_pass": _figures(self.two_pass),

@@ -170,6 +170,7 @@ class Result:
 
 
 def truth_heads(cell: Cell) -> list[int]:
+    """Heads that `truth` computes."""
     return sorted({0, cell.heads - 1})
 
 

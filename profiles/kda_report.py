@@ -63,10 +63,12 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 def name_of(row: Row) -> str:
+    """Of its cell."""
     return Cell(row["heads"], tuple(row["lens"])).name
 
 
 def time_table(rows: Sequence[Row]) -> str:
+    """Times of ours and of each peer, in Markdown."""
     head = ["cell", "checkpoints", "floor", "torch-kda", "share of floor", "eager"]
     for peer in PEERS:
         head += [peer, f"ratio to {peer}"]
@@ -84,6 +86,7 @@ def time_table(rows: Sequence[Row]) -> str:
 
 
 def error_table(rows: Sequence[Row]) -> str:
+    """Errors of ours and of each peer, in Markdown."""
     names = ("torch_kda", *PEERS)
     head = ["cell", "checkpoints", "tokens", *(f"{name}, output / states" for name in names)]
     lines = []

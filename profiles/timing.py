@@ -43,6 +43,7 @@ def num_input_sets(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
 
 
 def l2_bytes(device: torch.device) -> int:
+    """Size of the L2 cache."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 

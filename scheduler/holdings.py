@@ -35,6 +35,7 @@ class Holdings:
     # keys
 
     def extend_keys(self, live: LiveRequest) -> None:
+        """Keys of the units that have been filled since the last call."""
         cache = self.cache
         extend_keys(
             live.keys,
@@ -59,6 +60,7 @@ class Holdings:
             self.announced[key] = Announced(live.request_id, step, position // self.cache.unit)
 
     def withdraw(self, live: LiveRequest, position: int) -> None:
+        """Takes an announcement back."""
         key = self.key_at(live, position)
         if key is not None:
             self.announced.pop(key, None)

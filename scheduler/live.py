@@ -27,6 +27,7 @@ class BlockTable:
         return len(self.ids)
 
     def extend(self, blocks: Sequence[int]) -> None:
+        """Puts blocks at the end."""
         old, new = len(self.ids), len(self.ids) + len(blocks)
         if new > len(self._buffer):
             buffer = np.empty(max(2 * old, new, 16), dtype=np.int32)

@@ -18,6 +18,7 @@ class Queues:
         self.draining: dict[str, LiveRequest] = {}  # PREEMPTED or FINISHED, with steps in flight
 
     def add(self, live: LiveRequest) -> None:
+        """A new request waits."""
         self.lives[live.request_id] = live
         insort(self.waiting, live, key=order_of)
 
@@ -64,6 +65,7 @@ class Queues:
 
 
 def order_of(live: LiveRequest) -> tuple[int, int]:
+    """The key of every queue: (priority, arrival)."""
     return live.order
 
 

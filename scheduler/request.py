@@ -40,6 +40,8 @@ class SamplingParams:
 
 
 class RequestStatus(Enum):
+    """What a request is doing."""
+
     WAITING = "waiting"  # holds nothing
     RUNNING = "running"
     PREEMPTED = "preempted"  # will wait again as soon as its steps in flight have retired
