@@ -1,3 +1,5 @@
+"""The queue of what goes next, against a sorted list."""
+
 from dataclasses import dataclass
 from random import Random
 

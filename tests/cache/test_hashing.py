@@ -1,3 +1,5 @@
+"""Keys of units: a chain that tells apart whatever must not be shared."""
+
 import subprocess
 import sys
 from array import array

@@ -1,3 +1,5 @@
+"""Which states of a prefill are kept."""
+
 import pytest
 from torch_kda.cache.policy import Kind, checkpoint_positions, replay_boundary
 

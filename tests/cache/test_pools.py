@@ -1,3 +1,5 @@
+"""Blocks and slots as numbers: nothing is lost, nothing given out twice."""
+
 import pytest
 from torch_kda.cache.block_pool import BlockPool
 from torch_kda.cache.state_pool import SlotStatus, StatePool

@@ -1,3 +1,5 @@
+"""The prefix tree: what is found, what is kept, and what goes first."""
+
 from array import array
 from collections.abc import Sequence
 

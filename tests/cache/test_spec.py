@@ -1,3 +1,5 @@
+"""What a layer keeps: bytes, and which layers may share a slot number."""
+
 import dataclasses
 
 import pytest

@@ -1,3 +1,5 @@
+"""What admission asks of the cache before it pins anything."""
+
 from torch_kda.cache.policy import Kind
 from torch_kda.scheduler.admission import blocks_to_admit, find_writer, wanted_states
 from torch_kda.scheduler.holdings import Announced

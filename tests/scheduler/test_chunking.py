@@ -1,3 +1,5 @@
+"""Where a chunk of a prefill ends."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 from torch_kda.scheduler.chunking import plan_chunk

@@ -1,3 +1,5 @@
+"""Limits that are out of range are refused by name."""
+
 import pytest
 from torch_kda.cache.prefix_cache import PrefixCache
 from torch_kda.scheduler.limits import Limits

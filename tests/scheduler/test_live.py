@@ -1,3 +1,5 @@
+"""Block tables: what a row has been shown stays as it was."""
+
 from torch_kda.scheduler.live import BlockTable
 
 

@@ -1,3 +1,5 @@
+"""Requests check and pack what they are given."""
+
 from array import array
 
 import pytest

@@ -1,3 +1,5 @@
+"""The scheduler, one rule a test."""
+
 import copy
 
 import pytest
