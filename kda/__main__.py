@@ -124,6 +124,31 @@ def bench_simulate(context: typer.Context) -> None:
         run(context.args)
 
 
+@bench.command(
+    "model",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_model(context: typer.Context) -> None:
+    """Single pass against two, prefill, decode, compilation; --help lists its options."""
+    with _clear_errors():
+        from ..profiles.bench_model import main as run
+
+        run(context.args)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def profile(context: typer.Context) -> None:
+    """Trace single-pass and two-pass prefill of a prompt; --help lists the options."""
+    with _clear_errors():
+        from ..profiles.trace import main as run
+
+        run(context.args)
+
+
 def main() -> None:
     """Entry point of the `torch-kda` script."""
     app()

@@ -116,7 +116,7 @@ class ModelRunner:
             self.compile_seconds = 0.0
             self.is_warm_start = False
             if self.is_compiled:
-                self._compile(config)
+                self.compile_steps(config)
             if config.has_graphs or recorder is not None:
                 self._capture(config, recorder or CudaRecorder(self.device), rows)
 
@@ -245,8 +245,8 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
 
-    def _compile(self, config: EngineConfig) -> None:
-        """One call of each kind of step, over padding alone."""
+    def compile_steps(self, config: EngineConfig) -> None:
+        """One call of each kind of step, over padding alone; with what was kept, if there is."""
         cache = None
         if config.compile_cache is not None:
             model, engine = self.model.config, config

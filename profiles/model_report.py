@@ -1,0 +1,157 @@
+"""The page of the model bench, written from its JSON."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """The whole page."""
+    meta = data["meta"]
+    shown = {key: value for key, value in meta.items() if not isinstance(value, dict | list)}
+    parts = [
+        "# The whole model",
+        "\n".join(f"- {key}: {value}" for key, value in shown.items() if value is not None),
+        "\n".join(f"- {line}" for line in meta.get("engine", [])),
+        *_first_tokens(data),
+        *_prefill(data),
+        *_decode(data),
+        *_rest(data),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _first_tokens(data: Mapping[str, Any]) -> list[str]:
+    rows = data["ttft"]
+    if not rows:
+        return []
+    details = data["meta"].get("ttft_detail", {})
+    table = [
+        [
+            row["workload"],
+            row["concurrency"],
+            _ms(row["single_pass_ms"]),
+            _ms(row["two_pass_ms"]),
+            f"{1 - row['single_pass_ms'] / row['two_pass_ms']:.1%}",
+            row["single_forwards"],
+            row["two_forwards"],
+            _ms(row["eager_fla_ms"]),
+            _model(details.get(f"{row['workload']} {row['concurrency']}", {})),
+        ]
+        for row in rows
+    ]
+    heads = ["workload", "streams", "single pass ms", "two passes ms", "less", "forwards"]
+    heads += ["forwards, two", "transformers + FLA ms", "two passes by step times ms"]
+    text = (
+        "## Time to the first token\n\nMeans over all measured requests. The last column is the "
+        "same workload through the same scheduler on a simulated device that takes the median "
+        "time of each shape of step in that run."
+    )
+    return [text, _table(heads, table), _details(details)]
+
+
+def _model(detail: Mapping[str, Any]) -> str:
+    two = detail.get("two_pass")
+    if not two:
+        return ""
+    error = two["model_ttft_ms_mean"] / two["ttft_ms_mean"] - 1
+    return f"{two['model_ttft_ms_mean']:,.1f} ({error:+.1%})"
+
+
+def _details(details: Mapping[str, Any]) -> str:
+    rows = [
+        [name, mode.replace("_", " "), *(_number(value) for value in detail.values())]
+        for name, modes in details.items()
+        for mode, detail in modes.items()
+    ]
+    if not rows:
+        return ""
+    heads = ["workload", "mode", *next(iter(next(iter(details.values())).values()))]
+    return _table(heads, rows)
+
+
+def _prefill(data: Mapping[str, Any]) -> list[str]:
+    rows = data["prefill"]
+    if not rows:
+        return []
+    table = [
+        [
+            f"{row['tokens']:,}",
+            _ms(row["ms"]),
+            f"{1e3 * row['tokens'] / row['ms']:,.0f}",
+            "" if row["matmul_share"] is None else f"{row['matmul_share']:.1%}",
+        ]
+        for row in rows
+    ]
+    heads = ["tokens", "ms", "tokens/s", "of the bf16 matmul rate"]
+    eager = data["meta"].get("eager_prefill_ms", {})
+    note = "".join(f"Eager, {tokens} tokens: {_ms(ms)} ms. " for tokens, ms in eager.items())
+    return ["## Prefill of one prompt", _table(heads, table), note.strip()]
+
+
+def _decode(data: Mapping[str, Any]) -> list[str]:
+    rows = data["decode"]
+    if not rows:
+        return []
+    eager = data["meta"].get("eager_decode_us", {})
+    table = [
+        [
+            row["batch"],
+            _number(row["step_us"]),
+            _number(row["floor_us"]),
+            _ratio(row["step_us"], row["floor_us"]),
+            _number(row["host_us"]),
+            _number(row["kda_us"]),
+            _ratio(row["kda_us"], row["kda_floor_us"]),
+            _number(eager.get(str(row["batch"]))),
+            _number(row["eager_fla_step_us"]),
+        ]
+        for row in rows
+    ]
+    heads = ["batch", "step us", "floor us", "step/floor", "host us", "KDA op us", "KDA/floor"]
+    heads += ["eager us", "transformers + FLA us"]
+    text = (
+        f"## Decode after {data['meta'].get('decode_context')} tokens\n\nFloor: weights of the "
+        "experts that the step wakes and all others once, states and windows read and written, "
+        "the cache read, at the speed of a copy."
+    )
+    return [text, _table(heads, table)]
+
+
+def _rest(data: Mapping[str, Any]) -> list[str]:
+    compile_, greedy = data["compile"], data["meta"].get("greedy", {})
+    lines = [
+        f"- compilation: {compile_['graph_breaks']} graph breaks, {compile_['recompiles']} "
+        f"recompilations after the start; cold start {compile_['cold_s']} s, "
+        f"warm start {compile_['warm_s']} s",
+        f"- idle share of a prefill step: {_percent(data['idle_share'])}",
+        f"- prompts with equal greedy tokens, as run and eagerly: "
+        f"{_percent(data['greedy_equal_share'])}",
+    ]
+    lines += [
+        f"  - prompt {one['prompt']} parts at token {one['position']}, where the first two differ "
+        f"by {one['gap']} in log probability; noise {one['noise']}"
+        + (": a near tie" if one["is_near_tie"] else ": NO near tie")
+        for one in greedy.get("mismatches", [])
+    ]
+    return ["## The rest", "\n".join(lines)]
+
+
+def _table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _ratio(value: float | None, floor: float | None) -> str:
+    return "" if not value or not floor else f"{value / floor:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.1%}"

@@ -1,0 +1,93 @@
+"""The model bench as its users run it, on a CPU: its schema, and that figures are of its runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch_kda.kda.__main__ import app
+from torch_kda.profiles.bench_model import parse
+from typer.testing import CliRunner
+
+SCHEMA = {
+    "ttft": {
+        "workload",
+        "tokens",
+        "concurrency",
+        "single_pass_ms",
+        "two_pass_ms",
+        "single_forwards",
+        "two_forwards",
+        "eager_fla_ms",
+    },
+    "prefill": {"tokens", "ms", "matmul_share"},
+    "decode": {
+        "batch",
+        "step_us",
+        "floor_us",
+        "host_us",
+        "kda_us",
+        "kda_floor_us",
+        "eager_fla_step_us",
+    },
+    "compile": {"graph_breaks", "recompiles", "cold_s", "warm_s"},
+}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "results"
+    peer = folder.parent / "peer.json"
+    peer.write_text(json.dumps({"prefill_ms": {"500": 700.0}, "decode_us": {"4": 80.0}}))
+    options = ["--model", "tiny", "--quick", "--device", "cpu", "--no-compile", "--commit", "abc"]
+    arguments = ["bench", "model", *options, "--peer", str(peer), "--out", str(folder)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def test_schema(out: Path) -> None:
+    data = json.loads((out / "model.json").read_text())
+    assert set(data) == {"meta", *SCHEMA, "idle_share", "greedy_equal_share"}
+    for name in ("ttft", "prefill", "decode"):
+        assert data[name] and all(set(row) == SCHEMA[name] for row in data[name])
+    assert set(data["compile"]) == SCHEMA["compile"]
+    assert data["meta"]["commit"] == "abc" and "--quick" in data["meta"]["command"]
+
+
+def test_figures(out: Path) -> None:
+    data = json.loads((out / "model.json").read_text())
+    rows = data["ttft"]
+    assert [(row["workload"], row["concurrency"]) for row in rows] == [
+        ("closed", 1),
+        ("closed", 2),
+        ("burst", 1),
+        ("burst", 2),
+    ]
+    for row in rows:
+        assert row["tokens"] == 500 and row["single_pass_ms"] > 0
+    # one forward against two: chunks of other requests may cut a prompt further
+    assert (rows[0]["single_forwards"], rows[0]["two_forwards"]) == (1, 2)
+    assert rows[0]["eager_fla_ms"] == 700 and rows[1]["eager_fla_ms"] is None
+    assert [row["batch"] for row in data["decode"]] == [1, 4]
+    assert data["decode"][1]["eager_fla_step_us"] == 80
+    assert data["greedy_equal_share"] == 1  # eager against eager
+    detail = data["meta"]["ttft_detail"]["closed 1"]["two_pass"]
+    # two requests measured, one to warm up; each two prefill steps and five of decode
+    assert (detail["requests"], detail["prefill_steps"], detail["steps"]) == (2, 6, 21)
+
+
+def test_report(out: Path) -> None:
+    page = (out / "model.md").read_text()
+    for part in ("## Time to the first token", "| closed | 1 |", "## Decode after 40 tokens"):
+        assert part in page
+    (out / "model.md").unlink()
+    arguments = ["--render", str(out / "model.json"), "--out", str(out)]
+    assert CliRunner().invoke(app, ["bench", "model", *arguments]).exit_code == 0
+    assert (out / "model.md").read_text() == page
+
+
+@pytest.mark.parametrize("wrong", [["--stages", "closed,nap"], ["--streams", "one"]])
+def test_parse_refuses(wrong: list[str], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--out", "x", *wrong])
+    assert wrong[1].split(",")[-1] in capsys.readouterr().err
