@@ -53,6 +53,10 @@ def tiny(**overrides) -> KDAForCausalLM:
     return random_model(model_preset("tiny", **overrides))
 
 
+# what a compilation has to see: two layers that keep states, one that attends, both kinds of MLP
+SHORT = {"num_hidden_layers": 3, "mla_layers": (2,)}
+
+
 def mixed_rows(driver: Driver, lengths: tuple[int, ...]) -> list[ScheduledRow]:
     """Two decode rows, made from prefills that run here, and prefills of the given lengths."""
     rows = []
@@ -250,7 +254,7 @@ def test_random_init_greedy_varies(lower_bound: float | None) -> None:
 def test_compile_fullgraph(D: int, T: int) -> None:
     """No graph break in any form of a step; the traced graph computes the same bits."""
     torch._dynamo.reset()
-    driver = Driver(tiny())
+    driver = Driver(tiny(**SHORT))
     rows = mixed_rows(driver, (30, 17))
     batch = ScheduledBatch(0, tuple(r for r in rows if (D if r.is_decode else T)))
     inputs = driver.buffers.fill(batch, D, T)
@@ -266,7 +270,7 @@ def test_compile_fullgraph(D: int, T: int) -> None:
 def test_compile_inductor() -> None:
     """One compilation serves every T; logits and every pool are eager's, and no pool is copied."""
     torch._dynamo.reset()
-    driver = Driver(tiny(), num_slots=11, num_blocks=61)
+    driver = Driver(tiny(**SHORT), num_slots=11, num_blocks=61)
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(driver.model, fullgraph=True, backend=counter)
     source = ""
