@@ -6,7 +6,7 @@ TORCH ?= torch>=2.11
 CUDA_PINS ?=
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint wheel modelcheck clean
+.PHONY: demo test lint modelcheck clean
 
 demo: $(VENV)/.demo
 	$(BIN)/torch-kda demo

@@ -1,6 +1,7 @@
 """torch-kda: Kimi Delta Attention language models in PyTorch, one forward per prompt.
 
-`LLM` and `SamplingParams` are the front door; they are resolved on first use so that `import torch_kda` stays light.
+`LLM` and `SamplingParams` are the front door; they are resolved on first use, so that
+`import torch_kda` stays light.
 """
 
 from typing import TYPE_CHECKING, Any

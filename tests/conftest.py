@@ -1,6 +1,7 @@
 """Lets pytest run from a bare checkout: gives the checkout its import name without installing it.
 
-Also one seed, one thread, the gpu and inductor markers, and NaN in fresh memory for tests that ask for it.
+Also one seed, one thread, the gpu and inductor markers, and NaN in fresh memory for tests that ask
+for it.
 """
 
 import importlib.util
@@ -44,7 +45,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def nan_memory():
-    """Fresh floating memory holds NaN (and integer memory its largest value), so that a read of unwritten memory shows."""
+    """Fresh memory holds NaN (integers: their largest value), so that reading it unwritten shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
