@@ -18,7 +18,6 @@ MAX_SPLITS = 64  # parts of a row: at 128K tokens they have 2048
 WORKSPACE_BYTES = 512 << 20  # of the parts' results; rows beyond it wait for a second launch
 BLOCK_ITEMS = 256  # rows of one launch at most
 BLOCK_N = 64
-BLOCK_ROWS = 32  # queries of a program; with 64 the next tile would not fit into registers
 
 
 def mla_decode(
@@ -33,6 +32,7 @@ def mla_decode(
     split_tokens: int = SPLIT_TOKENS,
     block_n: int = BLOCK_N,
     num_warps: int = 8,
+    num_stages: int = 2,
 ) -> Tensor:
     """`ops.attention.mla_decode`.
 
@@ -50,7 +50,7 @@ def mla_decode(
     size = min(step, D) * max_splits * rows
     parts = q.new_empty(size, R, dtype=torch.float32)
     sums = q.new_empty(size, 2, dtype=torch.float32)
-    block_rows = min(BLOCK_ROWS, block_dim(rows))
+    block_rows = min(64, block_dim(rows))
     splits = {"MAX_SPLITS": max_splits, "SPLIT_TOKENS": split_tokens, "BLOCK_N": block_n}
     for first in range(0, D, step):
         count = min(step, D - first)
@@ -66,6 +66,7 @@ def mla_decode(
             BLOCK_ROWS=block_rows,
             BLOCK_R=block_dim(R),
             BLOCK_P=block_dim(q.shape[2] - R),
+            STAGES=num_stages,
             num_warps=num_warps,
             **splits,
         )
@@ -115,6 +116,7 @@ def _part_kernel(
     MAX_SPLITS: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     M: tl.constexpr = ROWS // HEADS
@@ -153,6 +155,7 @@ def _part_kernel(
             BLOCK_N,
             BLOCK_R,
             BLOCK_P,
+            STAGES,
         )
         if count == 1:
             acc = acc / tl.where(total == 0, 1.0, total)[None, :]

@@ -44,11 +44,11 @@ def mla_prefill(
     v_head_dim: int,
     min_rows: int = MIN_ROWS,
     wide: tuple[int, int, int, int] | None = None,
-    short: tuple[int, int, int] = (SHORT_ROWS, SHORT_TOKENS, 8),
+    short: tuple[int, int, int, int] = (SHORT_ROWS, SHORT_TOKENS, 8, 2),
 ) -> Tensor:
     """`ops.attention.mla_prefill`; R and the cache's rows are multiples of 8 bf16.
 
-    wide and short: rows, tokens and warps of a tile, and wide also stages.
+    wide and short: rows, tokens, warps and stages of a tile.
     """
     T, heads = q.shape[:2]
     R, N = kv_b_weight.shape[1], seq_lens.shape[0]
@@ -97,6 +97,7 @@ def mla_prefill(
         BLOCK_ROWS=short[0],
         BLOCK_N=short[1],
         PIECE=min(PIECE, shape["BLOCK_K"], shape["BLOCK_V"]),
+        STAGES=short[3],
         num_warps=short[2],
         **shape,
     )
@@ -477,6 +478,7 @@ def _short_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Tiles of rows of a head, over latents; dealt to as many programs as run at once."""
     p, r, lane = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_R), tl.arange(0, PIECE)
@@ -519,6 +521,7 @@ def _short_kernel(
             BLOCK_N,
             BLOCK_R,
             BLOCK_P,
+            STAGES,
         )
         latent = (acc / tl.where(total == 0, 1.0, total)[None, :]).to(q_shared.dtype)
         to = out + (row * HEADS + head) * V
