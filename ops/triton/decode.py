@@ -12,8 +12,6 @@ from .functions import decay, sigmoid, silu_taps, slot_or_none
 
 K_INNER = 32  # channels of a key that lie side by side in the tile of a state
 WINDOW_BLOCK = 512
-# fastest of 4 and 8 warps with 128, 200 and any number of registers at D=1..256 on H200
-NUM_WARPS, MAX_REGISTERS = 4, 200
 
 
 def kda_decode(
@@ -34,8 +32,8 @@ def kda_decode(
     lower_bound: float | None,
     scale: float,
     eps: float,
-    num_warps: int = NUM_WARPS,
-    maxnreg: int | None = MAX_REGISTERS,
+    num_warps: int = 8,
+    maxnreg: int | None = None,
 ) -> Tensor:
     """`ops.kda.kda_decode`; K and V are powers of two, K a multiple of 32.
 

@@ -31,8 +31,9 @@ def mla_decode(
     num_tokens_per_row: int,
     split_tokens: int = SPLIT_TOKENS,
     block_n: int = BLOCK_N,
-    num_warps: int = 8,
+    num_warps: int | None = None,
     num_stages: int = 2,
+    programs_per_processor: int = 1,
 ) -> Tensor:
     """`ops.attention.mla_decode`.
 
@@ -51,10 +52,11 @@ def mla_decode(
     parts = q.new_empty(size, R, dtype=torch.float32)
     sums = q.new_empty(size, 2, dtype=torch.float32)
     block_rows = min(64, block_dim(rows))
+    num_programs = num_processors(q.device) * programs_per_processor
     splits = {"MAX_SPLITS": max_splits, "SPLIT_TOKENS": split_tokens, "BLOCK_N": block_n}
     for first in range(0, D, step):
         count = min(step, D - first)
-        _part_kernel[(num_processors(q.device),)](
+        _part_kernel[(num_programs,)](
             *(q, kv_pool, block_table, seq_lens, out, parts, sums, q.stride(0), first, count),
             *(block_table.shape[1], scale * math.log2(math.e)),
             HEADS=q.shape[1],
@@ -67,7 +69,7 @@ def mla_decode(
             BLOCK_R=block_dim(R),
             BLOCK_P=block_dim(q.shape[2] - R),
             STAGES=num_stages,
-            num_warps=num_warps,
+            num_warps=num_warps or (4 if block_rows < 32 else 8),
             **splits,
         )
         _join_kernel[(rows, count)](
