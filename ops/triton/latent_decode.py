@@ -127,7 +127,7 @@ def _part_kernel(
     counts, sizes = _splits(lengths, MAX_SPLITS, SPLIT_TOKENS, BLOCK_N)
     ends = tl.cumsum(counts, axis=0)
     num_items = tl.sum(counts, axis=0) * TILES
-    r, p = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_P)[:, None]
+    r, p = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_P)[None, :]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         part, tile = item // TILES, item % TILES
         row = tl.sum((ends <= part).to(tl.int32), axis=0)
@@ -136,9 +136,9 @@ def _part_kernel(
         count, size = _splits(length, MAX_SPLITS, SPLIT_TOKENS, BLOCK_N)
         # rows of the tile: (token, head) of this row of the batch
         i = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        is_query = (i < ROWS)[None, :]
+        is_query = (i < ROWS)[:, None]
         query = (first_row + row).to(tl.int64) * M + i // HEADS
-        at = q + (query * q_row + i % HEADS * (R + P))[None, :]
+        at = q + (query * q_row + i % HEADS * (R + P))[:, None]
         latent_q = tl.load(at + r, mask=is_query & (r < R), other=0.0)
         shared_q = tl.load(at + R + p, mask=is_query & (p < P), other=0.0)
         acc, top, total = attend(
@@ -160,13 +160,13 @@ def _part_kernel(
             STAGES,
         )
         if count == 1:
-            acc = acc / tl.where(total == 0, 1.0, total)[None, :]
+            acc = acc / tl.where(total == 0, 1.0, total)[:, None]
             to = (first_row + row).to(tl.int64) * ROWS + i
             value = acc.to(out.dtype.element_ty)
-            tl.store(out + to[None, :] * R + r, value, mask=is_query & (r < R))
+            tl.store(out + to[:, None] * R + r, value, mask=is_query & (r < R))
         else:
             to = (row.to(tl.int64) * MAX_SPLITS + part) * ROWS + i
-            tl.store(parts + to[None, :] * R + r, acc, mask=is_query & (r < R))
+            tl.store(parts + to[:, None] * R + r, acc, mask=is_query & (r < R))
             tl.store(sums + to * 2, top, mask=i < ROWS)
             tl.store(sums + to * 2 + 1, total, mask=i < ROWS)
 

@@ -82,46 +82,42 @@ def attend(
 ):
     """Attention of a tile of queries over the cached tokens low .. high - 1 of one sequence.
 
-    q is [BLOCK_R, BLOCK_ROWS], q_shared [BLOCK_P, BLOCK_ROWS], zero where padded; low is a multiple
-    of BLOCK_N. Query i sees the tokens up to last[i]. Queries are columns: of rows a tensor core
-    wants 64 at once, of columns it takes 16.
+    q is [BLOCK_ROWS, BLOCK_R], q_shared [BLOCK_ROWS, BLOCK_P], zero where padded; low is a multiple
+    of BLOCK_N. Row i sees the tokens up to last[i].
 
     Returns:
-        The weighted sum of latents [BLOCK_R, BLOCK_ROWS], not normalised, the largest score times
-        log2(e), and the sum of weights. A query that sees nothing has -inf and 0 there.
+        The weighted sum of latents, not normalised, the largest score times log2(e), and the sum of
+        weights. A row that sees nothing has -inf and 0 there.
     """
     r, p = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_P)[None, :]
     n = tl.arange(0, BLOCK_N)
-    acc = tl.full((BLOCK_R, BLOCK_ROWS), 0.0, tl.float32)
+    acc = tl.full((BLOCK_ROWS, BLOCK_R), 0.0, tl.float32)
     top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.full((BLOCK_ROWS,), 0.0, tl.float32)
-    block = tl.load(table + low // BLOCK_SIZE, mask=low < high, other=0)
     for first in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         token = first + n
         is_token = token < high
         if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(table + first // BLOCK_SIZE)
             place = block.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE + n
-            # one tile ahead, so that nothing waits for it
-            after = first + BLOCK_N
-            block = tl.load(table + after // BLOCK_SIZE, mask=after < high, other=0)
         else:
-            blocks = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0)
-            place = blocks.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+            block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0)
+            place = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
         row = kv_pool + place[:, None] * (R + P)
         latent = tl.load(row + r, mask=is_token[:, None] & (r < R), other=0.0)
-        scores = tl.dot(latent, q, input_precision="ieee")
+        scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
         if P > 0:
             shared = tl.load(row + R + p, mask=is_token[:, None] & (p < P), other=0.0)
-            scores = tl.dot(shared, q_shared, acc=scores, input_precision="ieee")
-        is_seen = (token[:, None] <= last[None, :]) & is_token[:, None]
+            scores = tl.dot(q_shared, tl.trans(shared), acc=scores, input_precision="ieee")
+        is_seen = (token[None, :] <= last[:, None]) & is_token[None, :]
         scores = tl.where(is_seen, scores * scale_log2, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=0))
-        # a query that has seen nothing yet: all its weights are 0, not exp2(nan)
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # a row that has seen nothing yet: all its weights are 0, not exp2(nan)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base[None, :])
+        weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, axis=0)
-        acc = acc * fade[None, :]
-        acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc=acc, input_precision="ieee")
+        total = total * fade + tl.sum(weights, axis=1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(weights.to(latent.dtype), latent, acc=acc, input_precision="ieee")
         top = new_top
     return acc, top, total
