@@ -161,7 +161,7 @@ def _decode_kernel(
 
         q = silu_conv(conv_weight, q_channel, q0, q1, q2, q3)
         k = silu_conv(conv_weight, k_channel, k0, k1, k2, k3)
-        v = _anew(silu_conv(conv_weight, v_channel, v0, v1, v2, v3))
+        v = silu_conv(conv_weight, v_channel, v0, v1, v2, v3)
         q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale)
         k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
         qk = tl.sum(q * k, axis=0)
@@ -177,8 +177,7 @@ def _decode_kernel(
         o = o + u * qk
         state = state + u[:, None, None] * k_tile
 
-        o = _anew(o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps))
-        o = o * norm * sigmoid(z.to(tl.float32))
+        o = o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * norm * sigmoid(z.to(tl.float32))
         o = tl.where(is_real, o, 0.0).to(out.dtype.element_ty)
         tl.store(out + token * (HV * V) + head * V + tl.arange(0, V), o)
         tl.store(state_base + slot * state_slot + in_state, state, mask=is_written)
@@ -194,18 +193,12 @@ def _decode_kernel(
 
 @triton.jit
 def _over_tile(x, K: tl.constexpr, K_INNER: tl.constexpr):
-    """[K] to [1, K / K_INNER, K_INNER]."""
-    return tl.reshape(_anew(x), [1, K // K_INNER, K_INNER])
+    """[K] to [1, K / K_INNER, K_INNER], through shared memory.
 
-
-@triton.jit
-def _anew(x):
-    """x through shared memory, so that it may have another layout than what it is made of.
-
-    Without this the compiler makes x in the layout in which it is used: each thread many channels,
-    and most threads the same ones.
+    A gather has a layout of its own on each side. Without one the compiler computes x in the
+    layout of the tile: each thread many channels, and most threads the same ones.
     """
-    return tl.gather(x, tl.arange(0, x.shape[0]), 0)
+    return tl.reshape(tl.gather(x, tl.arange(0, K), 0), [1, K // K_INNER, K_INNER])
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_channels", "C"])
