@@ -45,7 +45,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def nan_memory():
-    """Fresh memory holds NaN (integers: their largest value), so that reading it unwritten shows."""
+    """Fresh memory holds NaN, or the largest integer: a read of what was never written shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
