@@ -80,10 +80,9 @@ class Truth:
 class GhostWorker:
     """Runs batches on pools of hashes. A read of what is not right is an AssertionError."""
 
-    def __init__(self, cache: PrefixCache, *, vocab: int = 1000, max_drafts: int = 0) -> None:
+    def __init__(self, cache: PrefixCache, *, vocab: int = 1000) -> None:
         self.cache = cache
         self.vocab = vocab
-        self.max_drafts = max_drafts
         num_blocks, num_slots = cache.block_pool.num_blocks, cache.state_pool.num_slots
         cache.state_pool = PoisonedStates(num_slots, self.poison_slot)
         cache.block_pool = PoisonedBlocks(num_blocks, self.poison_block)
@@ -95,7 +94,6 @@ class GhostWorker:
         self.prefix_of_key: dict[bytes, tuple[State, int]] = {}  # key -> state, hash with lookahead
         self.prev_tokens: tuple[int, list[list[int]]] = (-1, [])  # step, its tokens by row
         self.forwards = 0
-        self.tokens_run = 0
 
     def poison_slot(self, slot: int) -> None:
         self.states[slot] = POISON
@@ -135,7 +133,6 @@ class GhostWorker:
             states = self._states_along(source, tokens)
             self._write_states(row, states)
             self._write_kv(row, tokens, states)
-            self.tokens_run += len(tokens)
             results.append(self._sample(row, tokens, states))
         self.prev_tokens = (batch.step, results)
         return results
