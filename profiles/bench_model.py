@@ -51,7 +51,7 @@ from .workloads import (
 log = logging.getLogger("torch_kda.profiles.bench_model")
 
 MODES = {"single_pass": {}, "two_pass": {"num_prefill_checkpoint_blocks": 0}}
-STAGES = ("closed", "prefill", "decode", "burst", "greedy", "idle", "warm")
+STAGES = ("closed", "prefill", "decode", "burst", "greedy", "idle", "profile", "warm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +180,8 @@ def run_peer(options: argparse.Namespace) -> dict[str, Any] | None:
     try:
         subprocess.run(command, check=True, timeout=150)
     except (subprocess.SubprocessError, OSError) as error:
-        log.warning("the peer fails: %s", error)
-        return None
-    return json.loads(path.read_text())
+        log.warning("the peer fails or takes too long: %s", error)
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 @dataclass(slots=True)
@@ -262,6 +261,7 @@ class Bench:
                 "burst": lambda: self.streams("burst", bursts, self.sizes.burst_new),
                 "greedy": self.greedy,
                 "idle": self.idle,
+                "profile": self.profile,
                 "warm": self.warm,
             }
             for name in STAGES:
@@ -277,6 +277,10 @@ class Bench:
                 self.say(f"{name}: {60 * (self.minutes - begun):.0f} s")
                 self.write()
         self.write()
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["torch-kda", "bench", "model", *self.arguments])
 
     @property
     def minutes(self) -> float:
@@ -341,7 +345,7 @@ class Bench:
             "driver": first_line("nvidia-smi", *driver),
             "torch": torch.__version__,
             "commit": self.options.commit or first_line("git", "rev-parse", "--short", "HEAD"),
-            "command": shlex.join(["torch-kda", "bench", "model", *self.arguments]),
+            "command": self.command,
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "model": config.name,
             "layers": config.num_hidden_layers,
@@ -515,6 +519,13 @@ class Bench:
             shares.append(trace.idle_share(recorded.events()))
         self.data["idle_share"] = _short(_median(shares))
         self.say(f"idle share of a prefill: {self.data['idle_share']}")
+
+    def profile(self) -> None:
+        """What `torch-kda profile` writes, without another start, into a folder of its name."""
+        facts = {"commit": self.options.commit, "command": self.command}
+        scenario = trace.Scenario(self.runner, self.config, self.sizes.prompt, facts)
+        for file in scenario.write(self.options.out / "profile"):
+            self.say(str(file))
 
     def warm(self) -> None:
         """Compile again with what was kept, and nothing else."""

@@ -139,8 +139,13 @@ def measure(
     decode_batches: Sequence[int],
     context: int,
     rounds: int = 3,
+    save: Callable[[dict[str, dict[str, float]]], None] = lambda found: None,
 ) -> dict[str, dict[str, float]]:
-    """Times of one prompt's prefill in ms and of a decode step in us, by size; none if it fails."""
+    """Times of one prompt's prefill in ms and of a decode step in us, by size; none if it fails.
+
+    Args:
+        save: is given what is known after each time.
+    """
     found: dict[str, dict[str, float]] = {"prefill_ms": {}, "decode_us": {}}
 
     def prefill(tokens: int) -> float:
@@ -162,6 +167,7 @@ def measure(
             except RuntimeError as error:  # of memory, or of a kernel: a fact about the peer
                 log.warning("peer: %s of %d fails: %s", key, size, str(error)[:200])
                 torch.cuda.empty_cache()
+            save(found)
     return found
 
 
@@ -211,19 +217,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = EngineConfig(device=options.device, seed=options.seed)
     model_config = config.resolve(model_preset(options.model, **overrides))
     peer = peer_model(load_model(model_config, config, None))
-    found = measure(
-        peer,
-        prefill_tokens=_sizes(options.prefill),
-        decode_batches=_sizes(options.decode),
-        context=options.context,
-    )
     versions: Mapping[str, object] = {
         "transformers": importlib.import_module("transformers").__version__,
         "fla": getattr(importlib.import_module("fla"), "__version__", None) if is_there() else None,
         "layers": model_config.num_hidden_layers,
     }
-    options.out.write_text(json.dumps({**versions, **found}, indent=1) + "\n")
+    measure(
+        peer,
+        prefill_tokens=_sizes(options.prefill),
+        decode_batches=_sizes(options.decode),
+        context=options.context,
+        # whoever ends it early still has what was measured
+        save=lambda found: _write(options.out, {**versions, **found}),
+    )
     print(options.out)
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _sizes(text: str) -> list[int]:

@@ -1,10 +1,8 @@
 """What the traces of a prefill say: tables and a picture, as Markdown and as one HTML file."""
 
-import argparse
 import base64
 import html
 import io
-import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,15 +30,9 @@ COLORS = {
 }
 
 
-def write_report(
-    traces: Mapping[str, Sequence[Event]],
-    found: "Scenario",
-    options: argparse.Namespace,
-    arguments: Sequence[str],
-) -> list[Path]:
+def write_report(traces: Mapping[str, Sequence[Event]], found: "Scenario", out: Path) -> list[Path]:
     """report.md, report.html and, where matplotlib is, timeline.png; returns what was written."""
-    out = options.out
-    sections = _sections(traces, found, options, arguments)
+    sections = _sections(traces, found)
     picture = draw(traces) if can_draw() else None
     written = [out / "report.md", out / "report.html"]
     link = ["![time lines](timeline.png)"] if picture else []
@@ -54,22 +46,20 @@ def write_report(
 
 
 def _sections(
-    traces: Mapping[str, Sequence[Event]],
-    found: "Scenario",
-    options: argparse.Namespace,
-    arguments: Sequence[str],
+    traces: Mapping[str, Sequence[Event]], found: "Scenario"
 ) -> list[tuple[str, list[str], list[list[str]]]]:
     """(title, lines, table) of each section; the table's first row is its head."""
     runner, config = found.runner, found.runner.model.config
-    is_cuda = options.device != "cpu"
+    unit = found.config.prefix_match_unit
+    is_cuda = found.config.device != "cpu"
     facts = {
         "machine": torch.cuda.get_device_name() if is_cuda else "CPU",
         "torch": torch.__version__,
-        "commit": options.commit or first_line("git", "rev-parse", "--short", "HEAD"),
-        "command": shlex.join(["torch-kda", "profile", *arguments]),
+        "commit": found.facts["commit"] or first_line("git", "rev-parse", "--short", "HEAD"),
+        "command": found.facts["command"],
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "model": f"{config.name}, {config.num_hidden_layers} layers, {config.dtype}",
-        "prompt": f"{options.tokens:,} tokens, states on a grid of {options.unit:,}",
+        "prompt": f"{found.num_tokens:,} tokens, states on a grid of {unit:,}",
     }
     sections = [
         (
@@ -82,7 +72,7 @@ def _sections(
     speed = copy_bytes_per_second(runner.device) if is_cuda else None
     for name, events in traces.items():
         if name.endswith("eager"):
-            table = _ops(events, found, options.tokens, speed)
+            table = _ops(events, found, found.num_tokens, speed)
             lines = ["Floor: inputs, outputs and states moved once at the speed of a copy."]
             sections.append((f"Ops: {name}", lines if speed else [], table))
     for name, events in traces.items():

@@ -9,6 +9,7 @@ import csv
 import gzip
 import json
 import random
+import shlex
 import sys
 import tempfile
 from bisect import bisect_right
@@ -224,6 +225,23 @@ class Scenario:
     runner: ModelRunner
     config: EngineConfig
     num_tokens: int
+    facts: dict[str, str | None]  # what the report says of the run: commit and command
+
+    def write(self, out: Path) -> Iterator[Path]:
+        """Traces, kernels.csv and the report; gives each file as it is written."""
+        from .report import write_report
+
+        traces: dict[str, list[Event]] = {}
+        ways = {"eager": True} | ({"replay": False} if self.runner.is_compiled else {})
+        for mode in MODES:
+            for way, is_eager in ways.items():
+                path = out / mode / f"{way}{SUFFIX}"
+                self.record(mode, path, is_eager=is_eager)
+                traces[f"{mode} {way}"] = load_events(path)
+                yield path
+        write_kernels(out / "kernels.csv", traces)
+        yield out / "kernels.csv"
+        yield from write_report(traces, self, out)
 
     def record(self, mode: str, path: Path, *, is_eager: bool) -> None:
         """Trace the prefill of a cold prompt to a file, after another one to warm up."""
@@ -327,27 +345,18 @@ def scenario(options: argparse.Namespace) -> Scenario:
     )
     model_config = config.resolve(model_preset(options.model, **overrides))
     runner = ModelRunner(load_model(model_config, config, None), config)
-    return Scenario(runner, config, tokens)
+    facts = {"commit": options.commit, "command": None}
+    return Scenario(runner, config, tokens, facts)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Writes traces, kernels.csv, report.md and report.html."""
-    from .report import write_report
-
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     found = scenario(options)
-    traces: dict[str, list[Event]] = {}
-    ways = {"eager": True} | ({"replay": False} if found.runner.is_compiled else {})
-    for mode in MODES:
-        for way, is_eager in ways.items():
-            path = options.out / mode / f"{way}{SUFFIX}"
-            found.record(mode, path, is_eager=is_eager)
-            traces[f"{mode} {way}"] = load_events(path)
-            print(path, flush=True)
-    write_kernels(options.out / "kernels.csv", traces)
-    for file in write_report(traces, found, options, arguments):
-        print(file)
+    found.facts["command"] = shlex.join(["torch-kda", "profile", *arguments])
+    for file in found.write(options.out):
+        print(file, flush=True)
 
 
 if __name__ == "__main__":
