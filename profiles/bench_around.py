@@ -6,11 +6,9 @@ Every number comes after a check against float64. Writes around.json, and from i
 
 import argparse
 import json
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .around_cells import CELLS, OPS, POOLS, Cell, Inputs
+from .provenance import origin
 from .timing import (
     copy_bytes_per_second,
     l2_bytes,
@@ -38,8 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = require_cuda("bench_around")
     options.out.mkdir(parents=True, exist_ok=True)
     speed, rate = copy_bytes_per_second(device), matmul_flops_per_second(device)
-    meta = metadata(device, options.commit, arguments)
-    meta |= {"copy_tb_s": round(speed / 1e12, 3), "matmul_tflop_s": round(rate / 1e12, 1)}
+    command = ["python", "-m", "torch_kda.profiles.bench_around", *arguments]
+    meta = {
+        **origin(device, options.commit, command),
+        "triton": version("triton"),
+        "copy_tb_s": round(speed / 1e12, 3),
+        "matmul_tflop_s": round(rate / 1e12, 1),
+    }
     rows: list[Row] = []
     for cell in CELLS:
         if options.op and cell.op not in options.op:
@@ -139,31 +143,6 @@ def matmul_flops_per_second(device: torch.device) -> float:
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     (timing,) = time_calls({"matmul": [lambda: a @ b] * 2}, rounds=10).values()
     return 2 * 8192**3 / (timing.median_us * 1e-6)
-
-
-def metadata(
-    device: torch.device, commit: str | None, arguments: Sequence[str]
-) -> dict[str, str | float | None]:
-    """What a number depends on."""
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit or _output("git", "rev-parse", "--short", "HEAD"),
-        "command": shlex.join(["python", "-m", "torch_kda.profiles.bench_around", *arguments]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    }
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip().split("\n")[0]
 
 
 def line(row: Row) -> str:

@@ -7,12 +7,9 @@ Writes kda_prefill.json, and from it kda_prefill.md and a plot. Also runs as
 
 import argparse
 import json
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,7 @@ from .kda_cells import (
 )
 from .kda_peers import PEERS, Peer, find_peers
 from .kda_report import merge, write_report
+from .provenance import origin
 from .timing import (
     Timing,
     copy_bytes_per_second,
@@ -219,24 +217,10 @@ def metadata(
     arch = jit.device_arch(device)
     manifest = jit.find(kda_prefill.PLAN, arch).parent / objects.MANIFEST
     return {
-        "gpu": torch.cuda.get_device_name(device),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
+        **origin(device, commit, ["torch-kda", "bench", "ops", *arguments]),
         "cutlass_dsl": json.loads(manifest.read_text())["cutlass_dsl"],
-        "commit": commit or _output("git", "rev-parse", "--short", "HEAD"),
-        "command": shlex.join(["torch-kda", "bench", "ops", *arguments]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "copy_tb_s": round(speed / 1e12, 3),
     }
-
-
-def _output(*command: str) -> str | None:
-    """First line that a program prints; None where it can't tell."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip().split("\n")[0]
 
 
 def _rounded(timing: Timing | None, field: str) -> float | None:

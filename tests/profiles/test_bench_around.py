@@ -38,7 +38,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_around, "require_cuda", lambda _: torch.device("cpu"))
     monkeypatch.setattr(bench_around, "copy_bytes_per_second", lambda _: 4e12)
     monkeypatch.setattr(bench_around, "matmul_flops_per_second", lambda _: 8e14)
-    monkeypatch.setattr(bench_around, "metadata", lambda *_: {"gpu": "Some GPU", "commit": "abc"})
+    monkeypatch.setattr(bench_around, "origin", lambda *_: {"gpu": "Some GPU", "commit": "abc"})
     monkeypatch.setattr(bench_around, "l2_bytes", lambda _: 2**10)
     monkeypatch.setattr(bench_around, "time_calls", fake_times)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**33, 2**33))
