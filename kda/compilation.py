@@ -20,8 +20,9 @@ def compile_model(model: nn.Module, backend: str | Callable[..., Any] = "inducto
     Raises:
         torch._dynamo.exc.Unsupported: at a call, if the model has a graph break.
     """
-    # einops notes the kind of tensor in its first call; a graph traced before is guarded against it
-    rearrange(torch.empty(1), "a -> a")
+    # einops notes a kind of tensor at its first call; graphs traced before are guarded against it
+    for x in (torch.empty(1), nn.Parameter(torch.empty(1), requires_grad=False)):
+        rearrange(x, "a -> a")
     options = {}
     if backend == "inductor":
         # fused kernels round where eager does, so that both choose the same tokens

@@ -2,6 +2,7 @@
 
 import random
 
+import einops
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -48,6 +49,7 @@ def random_lengths(rng: random.Random) -> tuple[int, list[int]]:
 def test_one_compilation_for_each_kind_of_step(model: KDAForCausalLM) -> None:
     """200 random steps after the start compile nothing; all values are eager's, bit by bit."""
     torch._dynamo.reset()
+    einops._backends._type2backend.clear()  # as in a process that has not run a step
     counter = CompileCounterWithBackend("aot_eager")
     compiled, eager = ModelRunner(model, CONFIG, backend=counter), ModelRunner(model, EAGER)
     assert counter.frame_count == NUM_KINDS
