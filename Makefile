@@ -19,6 +19,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
+# 10 million transitions and more: an hour of two cores. Goes on where it was stopped.
+modelcheck: $(VENV)/.dev
+	nice -n 15 $(BIN)/python -m torch_kda.tests.modelcheck
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -U pip
