@@ -25,6 +25,8 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
+# of commands whose options are those of a program in profiles
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 Seed = Annotated[int, typer.Option(help="Of the random weights.")]
 Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda.")]
 
@@ -98,11 +100,7 @@ def generate(
         raise typer.Exit(1)
 
 
-@bench.command(
-    "ops",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@bench.command("ops", add_help_option=False, context_settings=PASS_ON)
 def bench_ops(context: typer.Context) -> None:
     """KDA prefill against its peers, correctness before time; --help lists its options."""
     with _clear_errors():
@@ -111,11 +109,7 @@ def bench_ops(context: typer.Context) -> None:
         run(context.args)
 
 
-@bench.command(
-    "simulate",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@bench.command("simulate", add_help_option=False, context_settings=PASS_ON)
 def bench_simulate(context: typer.Context) -> None:
     """Forwards and cached tokens of a workload, without a model or a GPU; --help for more."""
     with _clear_errors():
@@ -124,11 +118,7 @@ def bench_simulate(context: typer.Context) -> None:
         run(context.args)
 
 
-@bench.command(
-    "model",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@bench.command("model", add_help_option=False, context_settings=PASS_ON)
 def bench_model(context: typer.Context) -> None:
     """Single pass against two, prefill, decode, compilation; --help lists its options."""
     with _clear_errors():
@@ -137,10 +127,7 @@ def bench_model(context: typer.Context) -> None:
         run(context.args)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command(add_help_option=False, context_settings=PASS_ON)
 def profile(context: typer.Context) -> None:
     """Trace single-pass and two-pass prefill of a prompt; --help lists the options."""
     with _clear_errors():
