@@ -52,10 +52,12 @@ POOLS = ("state_pool", "conv_pool", "kv_pool")
 
 
 def randn(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal values on the device of `rng`."""
     return torch.randn(*shape, generator=rng, device=rng.device).to(dtype)
 
 
 def ints(rng: torch.Generator, values: Sequence[int]) -> Tensor:
+    """int32 on the device of `rng`."""
     return torch.tensor(values, dtype=torch.int32, device=rng.device)
 
 
@@ -115,6 +117,8 @@ def conv_cell(T: int, heads: int = HEADS, num_sequences: int = 16, entries: int 
 
 
 def norm_cell(T: int, heads: int = HEADS) -> Cell:
+    """Norm after the recurrence, of T tokens."""
+
     def make(rng: torch.Generator) -> Inputs:
         x, gate = (randn(rng, T, heads, 128) for _ in range(2))
         return {"x": x, "gate": gate, "weight": randn(rng, 128), "eps": 1e-5}
@@ -123,6 +127,8 @@ def norm_cell(T: int, heads: int = HEADS) -> Cell:
 
 
 def store_cell(M: int) -> Cell:
+    """Latents of M tokens, into places in any order."""
+
     def make(rng: torch.Generator) -> Inputs:
         pool = randn(rng, -(-2 * M // BLOCK_SIZE), BLOCK_SIZE, RANK + SHARED)
         places = torch.randperm(pool.shape[0] * BLOCK_SIZE, generator=rng, device=rng.device)
@@ -144,6 +150,8 @@ def paged(rng: torch.Generator, seq_lens: Sequence[int], capacity: int) -> Input
 
 
 def mla_decode_cell(D: int, length: int, heads: int = HEADS, M: int = 1) -> Cell:
+    """D rows of M tokens, each at the end of `length` tokens."""
+
     def make(rng: torch.Generator) -> Inputs:
         return {
             "q": randn(rng, D * M, heads, RANK + SHARED),
@@ -163,6 +171,7 @@ def mla_decode_cell(D: int, length: int, heads: int = HEADS, M: int = 1) -> Cell
 def mla_prefill_cell(
     name: str, lengths: Sequence[int], seq_lens: Sequence[int], num_sequences: int = 16
 ) -> Cell:
+    """`lengths` new tokens, of sequences that hold `seq_lens` with them; the rest is empty."""
     padding = [0] * (num_sequences - len(lengths))
 
     def make(rng: torch.Generator) -> Inputs:
@@ -186,6 +195,8 @@ def mla_prefill_cell(
 
 
 def moe_cell(M: int) -> Cell:
+    """M rows, each to random experts."""
+
     def make(rng: torch.Generator) -> Inputs:
         scores = torch.rand(M, EXPERTS, generator=rng, device=rng.device)
         return {

@@ -105,6 +105,7 @@ def measure(cell: Cell, device: torch.device, speed: float, rate: float, num_rou
 
 
 def make(cell: Cell, device: torch.device, seed: int) -> Inputs:
+    """Inputs of a cell; the same seed gives the same."""
     rng = torch.Generator(device=device)
     rng.manual_seed(seed)
     return cell.make(rng)
