@@ -33,7 +33,7 @@ from . import peer_fla, trace
 from .decode_op import time_kda_decode
 from .floors import Floors, counting_experts
 from .greedy import compare_greedy
-from .model_report import markdown
+from .model_report import markdown, merge
 from .provenance import first_line
 from .timing import copy_bytes_per_second, time_calls
 from .workloads import (
@@ -119,8 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     if options.render is not None:
-        data = json.loads(options.render.read_text())
-        (options.out / "model.md").write_text(markdown(data))
+        write(merge([json.loads(path.read_text()) for path in options.render]), options.out)
         return
     options.out.mkdir(parents=True, exist_ok=True)
     peer = run_peer(options)
@@ -148,7 +147,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-peer", action="store_true", help="do not run transformers with FLA")
     parser.add_argument("--peer", type=Path, help="JSON of a run of the peer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--render", type=Path, metavar="JSON", help="only write its report")
+    parser.add_argument(
+        "--render", type=Path, nargs="+", metavar="JSON", help="only write one report of these"
+    )
     options = parser.parse_args(arguments)
     options.sizes = QUICK if options.quick else FULL
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -551,10 +552,14 @@ class Bench:
         return _short(peer[kind].get(str(size))) if peer else None
 
     def write(self) -> None:
-        out = self.options.out
-        text = json.dumps(self.data, indent=1)
-        (out / "model.json").write_text(text + "\n")
-        (out / "model.md").write_text(markdown(self.data))
+        write(self.data, self.options.out)
+
+
+def write(data: dict[str, Any], out: Path) -> None:
+    """model.json and its page."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "model.json").write_text(json.dumps(data, indent=1) + "\n")
+    (out / "model.md").write_text(markdown(data))
 
 
 def measured_matmul_rate(device: torch.device, size: int = 8192) -> float:

@@ -4,6 +4,43 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One result of several runs of one model and commit that measured different stages.
+
+    Raises:
+        ValueError: they are not of one model, machine and commit.
+    """
+    first, *others = parts
+    found: dict[str, Any] = {**first, "meta": dict(first["meta"])}
+    meta = found["meta"]
+    for part in others:
+        for key in ("gpu", "torch", "commit", "model", "layers"):
+            if part["meta"][key] != meta[key]:
+                raise ValueError(f"--render: the results differ in {key}")
+        for key in ("ttft", "prefill", "decode"):
+            found[key] = [*found[key], *part[key]]
+        found["compile"] = {
+            key: _sum(value, part["compile"][key])
+            if key in ("graph_breaks", "recompiles")
+            else _first(value, part["compile"][key])
+            for key, value in found["compile"].items()
+        }
+        for key in ("idle_share", "greedy_equal_share"):
+            found[key] = _first(found[key], part[key])
+        commands = f"{meta['command']}; {part['meta']['command']}"
+        details = {**meta["ttft_detail"], **part["meta"]["ttft_detail"]}
+        meta |= {**part["meta"], **meta, "command": commands, "ttft_detail": details}
+    return found
+
+
+def _first(value: Any, other: Any) -> Any:
+    return other if value is None else value
+
+
+def _sum(value: int | None, other: int | None) -> int | None:
+    return None if value is None and other is None else (value or 0) + (other or 0)
+
+
 def markdown(data: Mapping[str, Any]) -> str:
     """The whole page."""
     meta = data["meta"]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from torch_kda.kda.__main__ import app
 from torch_kda.profiles.bench_model import parse
+from torch_kda.profiles.model_report import merge
 from typer.testing import CliRunner
 
 SCHEMA = {
@@ -84,6 +85,22 @@ def test_report(out: Path) -> None:
     arguments = ["--render", str(out / "model.json"), "--out", str(out)]
     assert CliRunner().invoke(app, ["bench", "model", *arguments]).exit_code == 0
     assert (out / "model.md").read_text() == page
+
+
+def test_merge(out: Path) -> None:
+    """Stages of one model, measured in two runs."""
+    data = json.loads((out / "model.json").read_text())
+    one = {**data, "ttft": data["ttft"][:2], "decode": [], "greedy_equal_share": None}
+    two = {**data, "ttft": data["ttft"][2:], "prefill": [], "idle_share": 0.5}
+    two["compile"] = {**data["compile"], "warm_s": 3.0}
+    merged = merge([one, two])
+    for key in ("ttft", "prefill", "decode", "greedy_equal_share"):
+        assert merged[key] == data[key]
+    assert merged["idle_share"] == 0.5 and merged["compile"]["warm_s"] == 3.0
+    assert merged["meta"]["command"].count("--quick") == 2
+    other = {**two, "meta": {**data["meta"], "layers": 3}}
+    with pytest.raises(ValueError, match="differ in layers"):
+        merge([one, other])
 
 
 @pytest.mark.parametrize("wrong", [["--stages", "closed,nap"], ["--streams", "one"]])
