@@ -193,21 +193,6 @@ def ldg_b32x4(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, ..
 
 
 @dsl_user_op
-def ldg_b32(address: Any, *, loc: Any = None, ip: Any = None) -> Int32:
-    return Int32(
-        _asm(
-            T.i32(),
-            [_i64(address, loc, ip)],
-            "ld.global.b32 $0, [$1];",
-            "=r,l,~{memory}",
-            True,
-            loc,
-            ip,
-        )
-    )
-
-
-@dsl_user_op
 def stg_f32x4(address: Any, r: Any, *, loc: Any = None, ip: Any = None) -> None:
     _asm(
         None,
