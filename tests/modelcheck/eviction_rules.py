@@ -20,12 +20,13 @@ def check_evict_state(world: "World", before: Before) -> None:
     pins = world.cache.state_pool.pins
     assert not pins[before.slots[victim.key]], "a step reads it (I05)"
     others = [n for n in nodes if before.slots[n.key] >= 0 and not pins[before.slots[n.key]]]
-    spent = [node for node in others if _is_spent(node, before)]
+    spent = [node for node in others if is_spent(node, before)]
     candidates = spent or others
     assert victim is min(candidates, key=lambda node: node.last_hit), f"{victim!r} {candidates}"
 
 
-def _is_spent(node: Node, before: Before) -> bool:
+def is_spent(node: Node, before: Before) -> bool:
+    """Whether a state that was there before is transient, never hit, and has a deeper one."""
     if node.kind < Kind.PERIODIC or node.was_hit:
         return False
     step = node

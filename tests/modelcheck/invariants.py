@@ -21,6 +21,8 @@ class LiveBefore:
     num_computed: int
     num_proven: int
     is_discarded: bool
+    num_blocks: int
+    deferred_to: dict[str, bytes]
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ class Before:
     slots: dict[bytes, int]  # their states
     lives: dict[str, LiveBefore]
     num_flights: int
+    has_draining: bool
+    tick: int  # of the cache
     announced: dict[bytes, Announced]
     evictions: int
     over_cap: int
@@ -47,6 +51,8 @@ class Before:
                 live.request.num_computed_tokens,
                 live.num_proven,
                 live.is_discarded,
+                len(live.table),
+                dict(live.deferred_to),
             )
             for name, live in scheduler.queues.lives.items()
         }
@@ -55,6 +61,8 @@ class Before:
             {key: node.slot for key, node in nodes.items()},
             lives,
             len(scheduler.holdings.flights),
+            bool(scheduler.queues.draining),
+            world.cache._tick,
             dict(scheduler.holdings.announced),
             counters.evictions_for_kv + counters.evictions_for_states,
             counters.states_over_path_cap,
@@ -76,6 +84,21 @@ def check(world: "World") -> None:
         for row in flight.batch.rows:
             # a source is not given away before its reader has retired (I05)
             assert row.src_slot < 0 or states.status[row.src_slot] is not SlotStatus.FREE, f"{row}"
+
+    _check_announcements(world)
+
+
+def _check_announcements(world: "World") -> None:
+    """What requests wait for is being written by the step that is said to write it."""
+    holdings, unit = world.scheduler.holdings, world.cache.unit
+    for by in holdings.announced.values():
+        (flight,) = (f for f in holdings.flights if f.batch.step == by.step)
+        (row,) = (row for row in flight.batch.rows if row.request_id == by.writer)
+        position = by.depth * unit
+        is_kept = row.start == position and (row.is_decode or not world.scope.exports)
+        is_exported = any(p == position for p, _ in row.exports)
+        # in two passes the next row keeps what this one ends with
+        assert is_exported or is_kept or (row.end == position and not world.scope.exports), f"{by}"
 
 
 def _check_running(world: "World", live: LiveRequest) -> None:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from torch_kda.cache.node import Node
+from torch_kda.cache.policy import Kind
 from torch_kda.scheduler.batch import ScheduledRow
 from torch_kda.scheduler.live import Flight, LiveRequest
 from torch_kda.scheduler.request import RequestOutput, RequestStatus
@@ -70,6 +71,10 @@ def check_stop(world: "World", before: Before, live: LiveRequest) -> None:
     """A request that had nothing in flight leaves its state behind if that lies on the grid."""
     _check_kept(world, before)
     was = before.lives[live.request_id]
+    # what is in flight counts unless the request has reached its end
+    assert live.is_discarded == (was.is_discarded or live.request_id in world.ended) or (
+        not was.num_in_flight
+    )
     if was.status is not RequestStatus.RUNNING or was.num_in_flight or was.is_discarded:
         return
     if 0 < was.num_computed <= was.num_proven and was.num_computed % world.cache.unit == 0:
@@ -87,6 +92,9 @@ def _check_kept(world: "World", before: Before) -> None:
         if slot < 0 or node.slot == slot:
             continue
         assert _has_state_below(node), f"the deepest state of a path is gone: {node!r}"
+        if world.cache.counters.states_over_path_cap == before.over_cap:
+            # its maker has newer ones, and nobody else has use for it
+            assert node.kind is Kind.DECODE and not node.was_hit, f"{node!r} is gone"
         for other in _states_above(node):
             is_new = before.slots.get(other.key) != other.slot
             assert is_new or pins[other.slot] or other.kind <= node.kind, f"{node!r} {other!r}"

@@ -18,9 +18,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from torch_kda.tests.modelcheck.faults import FAULTS, Fault, applied
+from torch_kda.tests.modelcheck.faults import Fault, applied
 from torch_kda.tests.modelcheck.scopes import SCOPES, quick
 from torch_kda.tests.modelcheck.search import Counts, Violation, describe, search, shrink
+from torch_kda.tests.modelcheck.seeded_faults import FAULTS
 from torch_kda.tests.scheduler.walk import ACTIONS, Walk, make_world
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,11 +1,13 @@
 """What a step may be: rules of the scheduler said again in other words, not called."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch_kda.cache.state_pool import SlotStatus
 from torch_kda.scheduler.batch import ScheduledBatch, ScheduledRow
 from torch_kda.scheduler.live import LiveRequest
 from torch_kda.scheduler.request import RequestStatus
+from torch_kda.tests.modelcheck.eviction_rules import is_spent
 from torch_kda.tests.modelcheck.invariants import Before
 
 if TYPE_CHECKING:
@@ -38,6 +40,36 @@ def check_schedule(world: "World", before: Before, batch: ScheduledBatch) -> Non
                 left, was_left = -(-(end - row.end) // budget), -(-(end - row.start) // budget)
                 assert left == was_left - 1, f"{row} leaves {left} forwards of {was_left}"
     _check_first_without_row(world, before, batch)
+    _check_waiting(before, lives.values())
+    if before.has_draining:
+        # room comes back when steps retire, so nobody is preempted for it
+        assert world.preemptions == before.preemptions
+    if world.preemptions == before.preemptions:
+        _check_evictions(world, before, batch)
+
+
+def _check_waiting(before: Before, lives: Iterable[LiveRequest]) -> None:
+    """A writer is waited for once, for one state of it."""
+    for live in lives:
+        was = before.lives[live.request_id].deferred_to
+        assert all(live.deferred_to[writer] == key for writer, key in was.items())
+
+
+def _check_evictions(world: "World", before: Before, batch: ScheduledBatch) -> None:
+    """States that are not spent give way only to running requests and to lasting states (I12)."""
+    cache, lives = world.cache, world.scheduler.queues.lives
+    gone = [
+        node
+        for key, node in before.nodes.items()
+        if node.slot != before.slots[key] and cache.find(key) is node
+    ]
+    taken = 0
+    for row in batch.rows:
+        live = lives[row.request_id]
+        taken += sum(not live.plan[position].is_transient for position, _ in row.exports)
+        if before.lives[row.request_id].status is RequestStatus.WAITING:
+            taken += world.scheduler.limits.row_tokens
+    assert sum(not is_spent(node, before) for node in gone) <= taken, f"{gone} {batch}"
 
 
 def _check_first_without_row(world: "World", before: Before, batch: ScheduledBatch) -> None:
@@ -69,7 +101,17 @@ def _check_first_without_row(world: "World", before: Before, batch: ScheduledBat
             missing = -(-end // cache.block_size) - len(live.table)
             reason = is_used_up or cache.num_available_blocks < missing
         assert reason, f"{live.request_id} stands still, and nothing is in its way"
+        if status is RequestStatus.RUNNING and not (is_used_up or live.num_pending):
+            _check_nobody_overtakes(world, before, live)
         return
+
+
+def _check_nobody_overtakes(world: "World", before: Before, starved: LiveRequest) -> None:
+    """Blocks that a request lacks are not given to a later one."""
+    for live in world.scheduler.queues.running:
+        if live.order > starved.order:
+            was = before.lives[live.request_id]
+            assert was.status is RequestStatus.RUNNING and was.num_blocks == len(live.table)
 
 
 def _is_deferred(world: "World", live: LiveRequest) -> bool:
@@ -125,6 +167,15 @@ def _check_admission(world: "World", before: Before, row: ScheduledRow, live: Li
     for key, by in before.announced.items():
         if hit < by.depth * unit <= replay and key in keys:
             assert by.writer in live.deferred_to, f"{row.request_id} doesn't wait for {by}"
+    node = cache.find(keys[row.start // unit - 1]) if row.start else None
+    if node is not None and node.slot == row.src_slot:
+        # it is recent now, and no longer transient (I12)
+        assert node.was_hit and node.last_hit > before.tick
+    running, size = world.scheduler.queues.running, cache.block_size
+    if running[-1] is live:
+        # there is room for all of its prompt, and for what is left of those before it (I16)
+        left = sum(max(-(-o.prefill_end // size) - len(o.table), 0) for o in running)
+        assert left <= cache.num_available_blocks, f"{left} blocks are needed yet"
     counters = cache.counters
     if (
         counters.evictions_for_kv + counters.evictions_for_states == before.evictions

@@ -60,7 +60,7 @@ SCOPES = (
         alignment=2,
         num_blocks=18,
         budget=6,
-        requests=(zeros(9, 3), zeros(11), fork(8, 3)),
+        requests=(zeros(9, 3), zeros(12), fork(8, 3)),
         max_disturbances=4,
     ),
     Scope(
@@ -78,7 +78,7 @@ SCOPES = (
         name="two slots",
         num_slots=2,
         requests=(zeros(5, 2), zeros(7), fork(4, 2)),
-        max_disturbances=5,
+        max_disturbances=6,
     ),
     Scope(
         name="three slots",
@@ -106,7 +106,7 @@ SCOPES = (
         name="never fits",
         num_blocks=3,
         requests=(zeros(4, 2), zeros(6, 2), zeros(5, 2)),
-        max_disturbances=5,
+        max_disturbances=6,
     ),
     Scope(
         name="priorities",
@@ -121,7 +121,7 @@ SCOPES = (
         name="failures below and above",
         requests=(zeros(9, 2, priority=1), fork(0, 6, 2)),
         disturbances=ENDINGS,
-        max_disturbances=5,
+        max_disturbances=6,
     ),
     Scope(
         name="one at a time",
@@ -138,19 +138,26 @@ SCOPES = (
         max_disturbances=4,
     ),
     Scope(
-        name="one export a row and step",
+        name="one export a row",
         exports=1,
-        exports_per_step=1,
         every=2,
         requests=(zeros(8), fork(4, 4), zeros(9)),
         max_disturbances=4,
+    ),
+    Scope(
+        name="two exports a step",
+        exports_per_step=2,
+        every=2,
+        budget=8,
+        requests=(zeros(8), fork(4, 4), fork(0, 5)),
+        max_disturbances=5,
     ),
     Scope(
         name="one state a path",
         path=1,
         every=2,
         requests=(zeros(7, 3), fork(4, 3), zeros(9)),
-        max_disturbances=3,
+        max_disturbances=4,
     ),
     Scope(
         name="two states a path",
@@ -158,14 +165,15 @@ SCOPES = (
         every=2,
         num_slots=8,
         requests=(zeros(8, 3), fork(6, 2), zeros(9, 2, named=(2,))),
-        max_disturbances=3,
+        max_disturbances=4,
     ),
     # kinds of states
     Scope(
         name="periodic",
-        every=2,
+        every=4,
         num_slots=5,
-        requests=(zeros(8), fork(4, 4), zeros(9)),
+        budget=7,
+        requests=(zeros(10), fork(8, 4), zeros(11)),
         max_disturbances=5,
     ),
     Scope(
@@ -194,8 +202,8 @@ SCOPES = (
         name="equal prompts",
         num_slots=5,
         budget=5,
-        requests=(zeros(7, 2), zeros(7, 2), zeros(7, 2)),
-        max_disturbances=3,
+        requests=(zeros(6, 2), zeros(6, 2), zeros(6, 2)),
+        max_disturbances=4,
     ),
     Scope(
         name="salt",

@@ -5,10 +5,11 @@ import json
 import pytest
 from torch_kda.tests.modelcheck import run
 from torch_kda.tests.modelcheck.__main__ import main
-from torch_kda.tests.modelcheck.faults import FAULTS, applied
+from torch_kda.tests.modelcheck.faults import applied
 from torch_kda.tests.modelcheck.report import write_report
 from torch_kda.tests.modelcheck.run import Task, all_tasks, fingerprint, run_all, run_task
 from torch_kda.tests.modelcheck.scopes import SCOPES, quick
+from torch_kda.tests.modelcheck.seeded_faults import FAULTS
 
 SMALL = Task("scope", "never fits")
 

@@ -2,10 +2,11 @@
 
 import pytest
 from torch_kda.tests.modelcheck import search as search_module
-from torch_kda.tests.modelcheck.faults import FAULTS, applied
+from torch_kda.tests.modelcheck.faults import applied
 from torch_kda.tests.modelcheck.scope import Act, Scope
 from torch_kda.tests.modelcheck.scopes import SCOPES, quick, zeros
 from torch_kda.tests.modelcheck.search import Violation, describe, replay, search, shrink
+from torch_kda.tests.modelcheck.seeded_faults import FAULTS
 from torch_kda.tests.modelcheck.world import World
 
 BY_NAME = {scope.name: scope for scope in SCOPES}
