@@ -21,7 +21,8 @@ app = typer.Typer(
 )
 
 bench = typer.Typer(
-    no_args_is_help=True, help="Time ops on a CUDA device; simulate workloads on none."
+    no_args_is_help=True,
+    help="Time ops and models on a GPU; simulate workloads without one.",
 )
 app.add_typer(bench, name="bench")
 
@@ -29,6 +30,23 @@ app.add_typer(bench, name="bench")
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 Seed = Annotated[int, typer.Option(help="Of the random weights.")]
 Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda.")]
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        from .. import __version__
+
+        typer.echo(f"torch-kda {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    """Kimi Delta Attention language models in PyTorch: one forward per prompt."""
 
 
 @app.command()
@@ -55,6 +73,8 @@ def demo(
 
         text = _read(file) if file else repository_text()
         available = len(text.encode())  # a byte is a token
+        if available == 0:
+            raise ValueError(f"--file: {file} is empty; the demo needs text to prefill")
         if available < tokens:
             _say(f"the text has only {available:,} tokens")
         with _progress(NUM_STAGES) as say:
@@ -79,7 +99,7 @@ def generate(
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
-    """Go on from a prompt. Presets have random weights, so they say nothing of sense."""
+    """Go on from a prompt. Presets have random weights: their text means nothing."""
     with _clear_errors():
         from .build import describe
         from .llm import LLM, SamplingParams
@@ -239,6 +259,8 @@ def _one_thread(device: str) -> str:
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--file: {file} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: {error}") from None
 

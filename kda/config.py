@@ -1,7 +1,9 @@
 """What a model is and how an engine runs it: numbers, frozen and checked."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 DTYPES = ("float32", "bfloat16")
 CHECKPOINT_ALIGNMENT = 16  # tokens; the chunk of the KDA ops, on every device
@@ -35,6 +37,39 @@ class _Checker(NamedTuple):
         if not ok:
             got = getattr(self.config, field)
             raise ValueError(f"{self.owner}: {field} must be {expected}, got {got!r}")
+
+    def types(self) -> None:
+        """Every field is of the kind that its annotation names."""
+        for field, hint in get_type_hints(type(self.config)).items():
+            kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            value = getattr(self.config, field)
+            self(any(_is_of(value, kind) for kind in kinds), field, _kind_name(hint))
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_of(x, get_args(kind)[0]) for x in value)
+    if kind is float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _kind_name(hint: Any) -> str:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return " or ".join(_KIND_NAMES.get(kind, str(kind)) for kind in kinds)
+
+
+_KIND_NAMES = {
+    int: "an integer",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "None",
+    tuple[int, ...]: "a tuple of integers",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +116,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require = _Checker(f"ModelConfig {self.name!r}", self)
+        require.types()
         for field in _POSITIVE_FIELDS:
             require(getattr(self, field) >= 1, field, ">= 1")
         layers = self.num_hidden_layers
@@ -173,6 +209,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require = _Checker("EngineConfig", self)
+        require.types()
         for field in ("max_num_seqs", "prefix_match_unit", "kv_block_size", "expected_context"):
             require(getattr(self, field) >= 1, field, ">= 1")
         for field in ("max_model_len", "num_state_slots", "num_kv_blocks", "memory_bytes"):

@@ -183,6 +183,8 @@ def _folder(model: str | Path) -> Path | None:
     """The checkpoint folder that is meant; None for a preset."""
     if str(model) in PRESETS:
         return None
+    if not isinstance(model, (str, Path)) or not str(model):
+        raise ValueError(f"LLM: model must be a preset, a folder or a ModelConfig, got {model!r}")
     if Path(model).is_dir():
         return Path(model)
     raise ValueError(

@@ -162,6 +162,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             options.sizes = replace(options.sizes, streams=streams)
     except ValueError as error:
         parser.error(str(error))
+    if options.device == "cpu" and not options.quick and options.render is None:
+        parser.error(
+            "torch finds no CUDA device; --quick --model tiny shows on a CPU what the bench does"
+        )
     return options
 
 

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 def merge(sources: Sequence[Path], out: Path) -> Path:
     """One kda_prefill.json of several that measured parts, on one GPU at one commit."""
-    parts = [json.loads(source.read_text()) for source in sources]
+    parts = [_read(source) for source in sources]
     for part, source in zip(parts, sources, strict=True):
         for key in ("gpu", "driver", "torch", "commit"):
             if part["meta"][key] != parts[0]["meta"][key]:
@@ -29,6 +29,16 @@ def merge(sources: Sequence[Path], out: Path) -> Path:
     rows = [row for part in parts for row in part["rows"]]
     merged.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     return merged
+
+
+def _read(source: Path) -> dict[str, Any]:
+    try:
+        part = json.loads(source.read_text())
+    except ValueError as error:
+        raise ValueError(f"--render: {source} is not JSON: {error}") from None
+    if not (isinstance(part, dict) and {"meta", "rows"} <= part.keys()):
+        raise ValueError(f"--render: {source} is not a kda_prefill.json of torch-kda bench ops")
+    return part
 
 
 def write_report(source: Path, out: Path) -> list[Path]:

@@ -315,7 +315,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     is_cpu = options.device == "cpu"
     options.model = options.model or ("tiny" if is_cpu else "kimi-linear-48b-a3b")
-    options.tokens = options.tokens or (500 if is_cpu else 8000)
+    options.tokens = (500 if is_cpu else 8000) if options.tokens is None else options.tokens
     options.unit = options.unit or (96 if is_cpu else 1536)
     if options.tokens < 2:
         parser.error(f"--tokens: at least 2, got {options.tokens}")

@@ -1,5 +1,6 @@
 """What a caller asks for and what the scheduler remembers of it."""
 
+import math
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -30,13 +31,30 @@ class SamplingParams:
                 got = getattr(self, field)
                 raise ValueError(f"SamplingParams: {field} must be {expected}, got {got!r}")
 
+        for name in ("max_tokens", "top_k"):
+            require(_is_int(getattr(self, name)), name, "an integer")
+        for name in ("seed", "logprobs"):
+            value = getattr(self, name)
+            require(value is None or _is_int(value), name, "an integer or None")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and math.isfinite(value)
+            require(is_number, name, "a finite number")
         require(self.max_tokens >= 1, "max_tokens", ">= 1")
         require(self.temperature >= 0, "temperature", ">= 0")
         require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         require(self.top_k >= 0, "top_k", ">= 0 (0 keeps all tokens)")
         require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "in [0, 20]")
-        require(not isinstance(self.stop, str), "stop", "a tuple of strings")
-        require(all(self.stop), "stop", "a tuple of non-empty strings")
+        is_texts = isinstance(self.stop, (tuple, list))
+        is_texts = is_texts and all(isinstance(text, str) and text for text in self.stop)
+        require(is_texts, "stop", "a tuple of non-empty strings")
+        is_ids = isinstance(self.stop_token_ids, (tuple, list))
+        is_ids = is_ids and all(_is_int(token) for token in self.stop_token_ids)
+        require(is_ids, "stop_token_ids", "a tuple of integers")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class RequestStatus(Enum):

@@ -83,6 +83,13 @@ def test_preset_unknown() -> None:
     "field,value",
     [
         ("vocab_size", 0),
+        ("hidden_size", "x"),
+        ("hidden_size", None),
+        ("hidden_size", 64.0),
+        ("rms_norm_eps", "a"),
+        ("rms_norm_eps", float("nan")),
+        ("eos_token_ids", ("z",)),
+        ("moe_renormalize", 1),
         ("num_hidden_layers", 0),
         ("mla_layers", (4,)),
         ("mla_layers", (2, 1)),
@@ -171,6 +178,9 @@ def test_hf_config_errors(change: dict, error: type[Exception], match: str) -> N
     "fields,match",
     [
         ({"max_num_seqs": 0}, "max_num_seqs must be >= 1"),
+        ({"max_num_seqs": "8"}, "max_num_seqs must be an integer, got '8'"),
+        ({"memory_fraction": None}, "memory_fraction must be a finite number, got None"),
+        ({"compile": "yes"}, "compile must be true or false or None, got 'yes'"),
         ({"prefix_match_unit": 24}, "prefix_match_unit must be a multiple of 16, got 24"),
         ({"kv_block_size": 48}, "kv_block_size must be a divisor of prefix_match_unit .128"),
         ({"kv_block_size": 256}, "kv_block_size must be a divisor"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch_kda
 import torch_kda.kda.timeline
 from torch_kda.kda.__main__ import app
 from typer.testing import CliRunner, Result
@@ -106,7 +107,11 @@ def test_demo_bad_input(arguments: list[str], message: str):
 def test_demo_empty_and_binary_files(tmp_path: Path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name, message in (("empty", "must not be empty"), ("binary", "is not UTF-8 text")):
+    for name, message in (
+        ("empty", "is empty"),
+        ("binary", "is not UTF-8 text"),
+        ("none", "can't be read"),
+    ):
         found = invoke("demo", "--device", "cpu", "--file", tmp_path / name)
         assert found.exit_code == 2 and message in found.stderr
 
@@ -139,3 +144,8 @@ def test_generate():
 def test_generate_bad_input(arguments: list[str], message: str):
     found = invoke("generate", *arguments)
     assert found.exit_code == 2 and found.stdout == "" and message in found.stderr
+
+
+def test_version():
+    found = invoke("--version")
+    assert found.exit_code == 0 and found.stdout.strip() == f"torch-kda {torch_kda.__version__}"

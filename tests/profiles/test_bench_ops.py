@@ -140,6 +140,14 @@ def test_main_render(machine: None, tmp_path: Path) -> None:
         assert (tmp_path / "b" / name).read_text() == (tmp_path / "a" / name).read_text()
 
 
+@pytest.mark.parametrize(("text", "message"), [("", "is not JSON"), ("{}", "is not a kda_prefill")])
+def test_main_render_of_another(machine: None, tmp_path: Path, text: str, message: str) -> None:
+    source = tmp_path / "a.json"
+    source.write_text(text)
+    with pytest.raises(ValueError, match=f"--render: .*a.json {message}"):
+        bench_ops.main(["--out", str(tmp_path), "--render", str(source)])
+
+
 def test_main_render_several(machine: None, tmp_path: Path) -> None:
     """Parts of one measurement become one; of two they do not."""
     sources = []

@@ -33,6 +33,17 @@ def test_request_errors(bad):
         ("logprobs", 21),
         ("stop", "text"),
         ("stop", ("",)),
+        ("stop", (1,)),
+        ("stop_token_ids", 7),
+        ("stop_token_ids", ("a",)),
+        ("max_tokens", 2.5),
+        ("max_tokens", True),
+        ("temperature", "a"),
+        ("temperature", float("inf")),
+        ("top_p", float("nan")),
+        ("top_k", None),
+        ("seed", 1.5),
+        ("logprobs", "3"),
     ],
 )
 def test_sampling_params_errors(field, value):
