@@ -50,8 +50,9 @@ def _is_of(value: object, kind: Any) -> bool:
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_is_of(x, get_args(kind)[0]) for x in value)
     if kind is float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number and math.isfinite(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        return math.isfinite(value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return not isinstance(kind, type) or isinstance(value, kind)
