@@ -67,6 +67,8 @@ def _check_evictions(world: "World", before: Before, batch: ScheduledBatch) -> N
     for row in batch.rows:
         live = lives[row.request_id]
         taken += sum(not live.plan[position].is_transient for position, _ in row.exports)
+        # in two passes a row keeps the state that it starts from
+        taken += not world.scope.exports and row.start in live.plan
         if before.lives[row.request_id].status is RequestStatus.WAITING:
             taken += world.scheduler.limits.row_tokens
     assert sum(not is_spent(node, before) for node in gone) <= taken, f"{gone} {batch}"
