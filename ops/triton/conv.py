@@ -11,8 +11,9 @@ from torch import Tensor
 from .functions import silu_taps, slot_or_none
 from .search import first_above
 
-BLOCK_T = 16
+BLOCK_T = 32
 BLOCK_C = 1024  # 16 bytes a thread and row
+BLOCK_E = 8  # exports of a program: most of the list is padding, and costs a program each
 NUM_WARPS = 4
 
 
@@ -35,7 +36,7 @@ def causal_conv_prefill(
 
     Three kinds of programs. One for each sequence reads its first window, makes the tokens that see
     it and writes its last window: so a slot may be both, and no other program touches it. One for
-    each export copies three rows of x. One for each tile of tokens makes all other tokens.
+    some exports copies three rows of x for each. One for each tile of tokens makes all others.
     """
     T, C = x.shape
     y = x.new_empty(T, C)
@@ -46,11 +47,13 @@ def causal_conv_prefill(
         E = checkpoint_slots.shape[0]
     csr = (checkpoint_indptr, checkpoint_offsets, checkpoint_slots) if E else (cu_seqlens,) * 3
     num_groups = triton.cdiv(C, block_c)
-    _conv_kernel[((N + E + triton.cdiv(T, block_t)) * num_groups,)](
+    items = N + triton.cdiv(E, BLOCK_E) + triton.cdiv(T, block_t)
+    _conv_kernel[(items * num_groups,)](
         *(x, weight, conv_pool, cu_seqlens, initial_slots, final_slots, *csr, y),
         *(x.stride(0), conv_pool.stride(0), T, N, E, C, conv_pool.shape[0]),
         BLOCK_T=block_t,
         BLOCK_C=block_c,
+        BLOCK_E=BLOCK_E,
         num_warps=num_warps,
     )
     return y
@@ -77,6 +80,7 @@ def _conv_kernel(
     num_slots,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     num_groups = tl.cdiv(C, BLOCK_C)
     item = tl.program_id(0) // num_groups
@@ -90,12 +94,13 @@ def _conv_kernel(
         pool = (conv_pool, slot_size, num_slots)
         lists = (cu_seqlens, initial_slots, final_slots)
         _sequence(item, x, weight, pool, lists, y, x_row, C, is_channel)
-    elif item < N + E:
+    elif item < N + tl.cdiv(E, BLOCK_E):
         pool = (conv_pool, slot_size, num_slots)
         csr = (indptr, offsets, slots)
-        _export(item - N, x, pool, cu_seqlens, csr, x_row, N, C, is_channel)
+        first = (item - N) * BLOCK_E
+        _exports(first, x, pool, cu_seqlens, csr, x_row, N, E, C, is_channel, BLOCK_E)
     else:
-        first = (item - N - E) * BLOCK_T
+        first = (item - N - tl.cdiv(E, BLOCK_E)) * BLOCK_T
         _tile(first, x, weight, cu_seqlens, y, x_row, T, N, C, is_channel, BLOCK_T)
 
 
@@ -141,44 +146,79 @@ def _sequence(n, x, weight, pool, lists, y, x_row, C, is_channel):
 
 
 @triton.jit
-def _export(e, x, pool, cu_seqlens, csr, x_row, N, C, is_channel):
-    """The window at a checkpoint: three rows of x, since a checkpoint is at 16 tokens or later."""
+def _exports(first, x, pool, cu_seqlens, csr, x_row, N, E, C, is_channel, BLOCK_E: tl.constexpr):
+    """Windows at checkpoints: three rows of x each, since they are at 16 tokens or later."""
     conv_pool, slot_size, num_slots = pool
     indptr, offsets, slots = csr
-    slot = slot_or_none(tl.load(slots + e), num_slots)
-    if (slot >= 0) & (e < tl.load(indptr + N)):
+    end = tl.minimum(tl.load(indptr + N), E)
+    if first < end:
+        e = first + tl.arange(0, BLOCK_E)
+        is_entry = e < end
+        slot = slot_or_none(tl.load(slots + e, mask=is_entry, other=-1), num_slots)
         n = first_above(indptr, N + 1, e) - 1
-        begin = tl.load(cu_seqlens + n)
-        length = tl.load(cu_seqlens + n + 1) - begin
-        offset = tl.load(offsets + e)
-        highest = 0
-        for i in range(tl.load(indptr + n), e):
-            highest = tl.maximum(highest, tl.load(offsets + i))
-        is_valid = (offset > 0) & (offset <= length) & (offset % 16 == 0) & (offset >= highest)
-        mask = is_channel & is_valid
-        row = x + (begin + offset - 3).to(tl.int64) * x_row
-        window = conv_pool + slot.to(tl.int64) * slot_size
+        begin = tl.load(cu_seqlens + n, mask=is_entry, other=0)
+        length = tl.load(cu_seqlens + n + 1, mask=is_entry, other=0) - begin
+        offset = tl.load(offsets + e, mask=is_entry, other=0)
+        # an entry below one before it is skipped
+        num_before = tl.where(is_entry, e - tl.load(indptr + n, mask=is_entry, other=0), 0)
+        highest = tl.full((BLOCK_E,), 0, tl.int32)
+        for i in range(1, tl.max(num_before, axis=0) + 1):
+            before = tl.load(offsets + e - i, mask=i <= num_before, other=0)
+            highest = tl.maximum(highest, before)
+        is_valid = (slot >= 0) & (offset > 0) & (offset <= length)
+        is_valid = is_valid & (offset % 16 == 0) & (offset >= highest)
+        mask = is_valid[:, None] & is_channel[None, :]
+        row = x[None, :] + (begin + offset - 3).to(tl.int64)[:, None] * x_row
+        window = conv_pool[None, :] + tl.where(is_valid, slot, 0).to(tl.int64)[:, None] * slot_size
         for i in tl.static_range(3):
             tl.store(window + i * C, tl.load(row + i * x_row, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit
 def _tile(first, x, weight, cu_seqlens, y, x_row, T, N, C, is_channel, BLOCK_T: tl.constexpr):
-    """BLOCK_T tokens, except those that see a window; rows of no sequence become 0."""
-    rows = ()
-    for i in tl.static_range(BLOCK_T + 3):
-        t = first + i - 3
-        is_row = is_channel & (t >= 0) & (t < T)
-        rows = rows + (tl.load(x + t.to(tl.int64) * x_row, mask=is_row, other=0.0),)
+    """BLOCK_T tokens, except those that see a window; rows of no sequence become 0.
+
+    Four tokens at a time, while the next four are on their way.
+    """
+    end = tl.minimum(first + BLOCK_T, T)
+    x0 = _row(x, first - 3, end, x_row, is_channel)
+    x1 = _row(x, first - 2, end, x_row, is_channel)
+    x2 = _row(x, first - 1, end, x_row, is_channel)
+    x3 = _row(x, first, end, x_row, is_channel)
+    x4 = _row(x, first + 1, end, x_row, is_channel)
+    x5 = _row(x, first + 2, end, x_row, is_channel)
+    x6 = _row(x, first + 3, end, x_row, is_channel)
     w0, w1, w2, w3 = _weights(weight, is_channel)
     total = tl.load(cu_seqlens + N)
-    sees_window = _near_start(cu_seqlens, N, first, tl.minimum(first + BLOCK_T, total))
-    for i in tl.static_range(BLOCK_T):
-        t = first + i
-        value = silu_taps(w0, w1, w2, w3, rows[i], rows[i + 1], rows[i + 2], rows[i + 3])
-        value = tl.where(t < total, value, 0.0)
-        is_ours = (t < T) & (((sees_window >> i) & 1) == 0)
-        tl.store(y + t.to(tl.int64) * C, value, mask=is_channel & is_ours)
+    near = _near_start(cu_seqlens, N, first, tl.minimum(end, total))
+    for step in range(0, BLOCK_T, 4):
+        t = first + step
+        x7 = _row(x, t + 4, end, x_row, is_channel)
+        x8 = _row(x, t + 5, end, x_row, is_channel)
+        x9 = _row(x, t + 6, end, x_row, is_channel)
+        x10 = _row(x, t + 7, end, x_row, is_channel)
+        y0 = silu_taps(w0, w1, w2, w3, x0, x1, x2, x3)
+        y1 = silu_taps(w0, w1, w2, w3, x1, x2, x3, x4)
+        y2 = silu_taps(w0, w1, w2, w3, x2, x3, x4, x5)
+        y3 = silu_taps(w0, w1, w2, w3, x3, x4, x5, x6)
+        _put(y, y0, t, end, total, near, C, is_channel)
+        _put(y, y1, t + 1, end, total, near >> 1, C, is_channel)
+        _put(y, y2, t + 2, end, total, near >> 2, C, is_channel)
+        _put(y, y3, t + 3, end, total, near >> 3, C, is_channel)
+        x0, x1, x2, x3, x4, x5, x6 = x4, x5, x6, x7, x8, x9, x10
+        near >>= 4
+
+
+@triton.jit
+def _row(x, t, end, x_row, is_channel):
+    return tl.load(x + t.to(tl.int64) * x_row, mask=is_channel & (t >= 0) & (t < end), other=0.0)
+
+
+@triton.jit
+def _put(y, value, t, end, total, near, C, is_channel):
+    value = tl.where(t < total, value, 0.0).to(y.dtype.element_ty)
+    mask = is_channel & (t < end) & ((near & 1) == 0)
+    tl.store(y + t.to(tl.int64) * C, value, mask=mask)
 
 
 @triton.jit

@@ -12,6 +12,8 @@ from .functions import decay, sigmoid, silu_taps, slot_or_none
 
 K_INNER = 32  # channels of a key that lie side by side in the tile of a state
 WINDOW_BLOCK = 512
+# fastest of 4 and 8 warps with 128, 200 and any number of registers at D=1..256 on H200
+NUM_WARPS, MAX_REGISTERS = 4, 200
 
 
 def kda_decode(
@@ -32,8 +34,8 @@ def kda_decode(
     lower_bound: float | None,
     scale: float,
     eps: float,
-    num_warps: int = 8,
-    maxnreg: int | None = None,
+    num_warps: int = NUM_WARPS,
+    maxnreg: int | None = MAX_REGISTERS,
 ) -> Tensor:
     """`ops.kda.kda_decode`; K and V are powers of two, K a multiple of 32.
 
@@ -161,7 +163,7 @@ def _decode_kernel(
 
         q = silu_conv(conv_weight, q_channel, q0, q1, q2, q3)
         k = silu_conv(conv_weight, k_channel, k0, k1, k2, k3)
-        v = silu_conv(conv_weight, v_channel, v0, v1, v2, v3)
+        v = _anew(silu_conv(conv_weight, v_channel, v0, v1, v2, v3))
         q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale)
         k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
         qk = tl.sum(q * k, axis=0)
@@ -177,7 +179,8 @@ def _decode_kernel(
         o = o + u * qk
         state = state + u[:, None, None] * k_tile
 
-        o = o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * norm * sigmoid(z.to(tl.float32))
+        o = _anew(o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps))
+        o = o * norm * sigmoid(z.to(tl.float32))
         o = tl.where(is_real, o, 0.0).to(out.dtype.element_ty)
         tl.store(out + token * (HV * V) + head * V + tl.arange(0, V), o)
         tl.store(state_base + slot * state_slot + in_state, state, mask=is_written)
@@ -193,12 +196,18 @@ def _decode_kernel(
 
 @triton.jit
 def _over_tile(x, K: tl.constexpr, K_INNER: tl.constexpr):
-    """[K] to [1, K / K_INNER, K_INNER], through shared memory.
+    """[K] to [1, K / K_INNER, K_INNER]."""
+    return tl.reshape(_anew(x), [1, K // K_INNER, K_INNER])
 
-    A gather has a layout of its own on each side. Without one the compiler computes x in the
-    layout of the tile: each thread many channels, and most threads the same ones.
+
+@triton.jit
+def _anew(x):
+    """x through shared memory, so that it may have another layout than what it is made of.
+
+    Without this the compiler makes x in the layout in which it is used: each thread many channels,
+    and most threads the same ones.
     """
-    return tl.reshape(tl.gather(x, tl.arange(0, K), 0), [1, K // K_INNER, K_INNER])
+    return tl.gather(x, tl.arange(0, x.shape[0]), 0)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_channels", "C"])

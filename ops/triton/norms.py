@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .functions import sigmoid
 
-BLOCK_ROWS = 32
+BLOCK_ROWS = 32  # 8..64 differ by 15 % at most on H200
 NUM_WARPS = 4
 
 

@@ -10,12 +10,17 @@ import triton.language as tl
 
 @triton.jit
 def first_above(values, count, x):
-    """Index of the first of ascending values that is larger than x; count if there is none."""
-    low, high = 0, count
-    while low < high:
+    """Index of the first of ascending values that is larger than x; count if there is none.
+
+    For each of a block x, or for a number.
+    """
+    low, high = 0 * x, 0 * x + count
+    width = count
+    while width > 0:
         middle = (low + high) // 2
-        if tl.load(values + middle) > x:
-            high = middle
-        else:
-            low = middle + 1
+        is_open = low < high
+        is_above = tl.load(values + middle, mask=is_open, other=0) > x
+        high = tl.where(is_open & is_above, middle, high)
+        low = tl.where(is_open & ~is_above, middle + 1, low)
+        width = width // 2
     return low
