@@ -9,6 +9,7 @@ from . import reference
 from .library import (
     FLOATS,
     INT,
+    check_cu_seqlens,
     check_device,
     check_inner,
     check_tensor,
@@ -117,7 +118,8 @@ def mla_prefill(
         o: [T, Hq, Vh] of q's dtype. Rows from cu_seqlens[-1] on are 0.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or number is not as above.
+        ValueError: a shape, dtype, stride, device or number is not as above; on a CPU also
+            cu_seqlens.
 
     Reference: `ops.reference.mla_prefill_ref`.
     """
@@ -230,6 +232,11 @@ def _mla_decode_cuda(*tensors: Tensor, **sizes: Any) -> Tensor:
     return mla_decode(*tensors, **sizes)
 
 
+def _mla_prefill_cpu(*tensors: Tensor, **sizes: Any) -> Tensor:
+    check_cu_seqlens("mla_prefill", tensors[3], tensors[0].shape[0])
+    return reference.mla_prefill_ref(*tensors, **sizes)
+
+
 def _mla_prefill_cuda(*tensors: Tensor, **sizes: Any) -> Tensor:
     if not _has_kernel(tensors[1], tensors[2].shape[1]):
         return reference.mla_prefill_ref(*tensors, **sizes)
@@ -278,7 +285,7 @@ _mla_decode = define_op(
 _mla_prefill = define_op(
     "mla_prefill(Tensor q, Tensor kv_pool, Tensor kv_b_weight, Tensor cu_seqlens, "
     "Tensor block_table, Tensor seq_lens, *, float scale, SymInt v_head_dim) -> Tensor",
-    cpu=reference.mla_prefill_ref,
+    cpu=_mla_prefill_cpu,
     cuda=_mla_prefill_cuda,
     fake=_mla_prefill_fake,
 )

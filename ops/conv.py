@@ -10,6 +10,7 @@ from .library import (
     FLOATS,
     INT,
     check_csr,
+    check_cu_seqlens,
     check_device,
     check_inner,
     check_tensor,
@@ -50,7 +51,7 @@ def causal_conv_prefill(
         y: [T, C] of x's dtype. Rows from cu_seqlens[-1] on are 0.
 
     Raises:
-        ValueError: a shape, dtype, stride or device is not as above.
+        ValueError: a shape, dtype, stride or device is not as above; on a CPU also cu_seqlens.
 
     Reference: `ops.reference.causal_conv_prefill_ref`.
     """
@@ -89,6 +90,11 @@ def _check(
     check_device(op, {"x": x, "weight": weight, "conv_pool": conv_pool} | lists | csr)
 
 
+def _causal_conv_prefill_cpu(x: Tensor, *others: Tensor | None) -> Tensor:
+    check_cu_seqlens("causal_conv_prefill", others[2], x.shape[0])  # pyright: ignore[reportArgumentType]
+    return reference.causal_conv_prefill_ref(x, *others)  # pyright: ignore[reportArgumentType]
+
+
 def _causal_conv_prefill_cuda(x: Tensor, *others: Tensor | None) -> Tensor:
     if x.dtype == torch.float64:
         return reference.causal_conv_prefill_ref(x, *others)  # pyright: ignore[reportArgumentType]
@@ -106,7 +112,7 @@ _causal_conv_prefill = define_op(
     "causal_conv_prefill(Tensor x, Tensor weight, Tensor(a!) conv_pool, Tensor cu_seqlens, "
     "Tensor initial_slots, Tensor final_slots, Tensor? checkpoint_indptr, "
     "Tensor? checkpoint_offsets, Tensor? checkpoint_slots) -> Tensor",
-    cpu=reference.causal_conv_prefill_ref,
+    cpu=_causal_conv_prefill_cpu,
     cuda=_causal_conv_prefill_cuda,
     fake=_fake,
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import reference
 from .kda_checks import check_decode, check_plan, check_prefill, num_tiles, plan_size
-from .library import INT, define_op, is_traced
+from .library import INT, check_cu_seqlens, define_op, is_traced
 
 
 def kda_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
@@ -28,7 +28,8 @@ def kda_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
             rows of no sequence, 0..16 of them.
 
     Raises:
-        ValueError: cu_seqlens or num_tokens is not as above.
+        ValueError: cu_seqlens or num_tokens is not as above. Values of cu_seqlens are only looked
+            at on a CPU; wrong ones on CUDA give a useless plan, and nothing outside it is touched.
         NotImplementedError: on CUDA, more than 4096 sequences.
     """
     if not is_traced():
@@ -98,7 +99,8 @@ def kda_prefill(
         o: [T, HV, V] of q's dtype. Rows from cu_seqlens[-1] on are 0.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or lower_bound is not as above.
+        ValueError: a shape, dtype, stride, device or lower_bound is not as above; on a CPU also
+            cu_seqlens.
         NotImplementedError: on CUDA, K or V other than 128, a dtype other than bf16, or more than
             4096 sequences.
 
@@ -187,9 +189,9 @@ def kda_decode(
 
 
 def _kda_plan_cpu(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    check_cu_seqlens("kda_plan", cu_seqlens, num_tokens)
     N, C = cu_seqlens.shape[0] - 1, num_tiles(cu_seqlens.shape[0] - 1, num_tokens)
-    start = cu_seqlens.clamp(0, num_tokens)
-    length = (start[1:] - start[:-1]).clamp(min=0)
+    start, length = cu_seqlens, cu_seqlens.diff()
     tiles = (length + reference.CHUNK - 1) // reference.CHUNK
     ends = tiles.cumsum(0, dtype=INT)
     order = _length_class(tiles).argsort(descending=True, stable=True)
@@ -220,6 +222,11 @@ def _plan_tiles(start: Tensor, tiles: Tensor, ends: Tensor, num_tokens: int, C: 
 
 def _kda_plan_cuda(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     return _cuda().make_plan(cu_seqlens, num_tokens)
+
+
+def _kda_prefill_cpu(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
+    check_cu_seqlens("kda_prefill", tensors[8], tensors[0].shape[0])
+    return reference.kda_prefill_ref(*tensors, lower_bound=lower_bound, scale=scale)
 
 
 def _kda_prefill_cuda(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
@@ -272,7 +279,7 @@ _kda_prefill = define_op(
     "Tensor dt_bias, Tensor(a!) state_pool, Tensor cu_seqlens, Tensor initial_slots, "
     "Tensor final_slots, Tensor? checkpoint_indptr, Tensor? checkpoint_offsets, "
     "Tensor? checkpoint_slots, Tensor? plan, *, float? lower_bound, float scale) -> Tensor",
-    cpu=reference.kda_prefill_ref,
+    cpu=_kda_prefill_cpu,
     cuda=_kda_prefill_cuda,
     fake=_kda_prefill_fake,
 )

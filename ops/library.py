@@ -137,6 +137,21 @@ def check_csr(
     return csr
 
 
+def check_cu_seqlens(op: str, cu_seqlens: torch.Tensor, num_tokens: int) -> None:
+    """Checks the values of cu_seqlens: 0 first, none below the one before, none above T.
+
+    For the CPU implementation of an op, which a fake tensor never reaches. On CUDA the values
+    would have to be waited for, so there nobody checks them.
+    """
+    before = 0
+    for n, value in enumerate(cu_seqlens.tolist()):
+        if not (before <= value <= num_tokens) or (n == 0 and value != 0):
+            expected = f"0 first, then never less than the one before or more than T={num_tokens}"
+            got = f"cu_seqlens[{n}] = {value}" + (f" after {before}" if n else "")
+            raise ValueError(f"{op}: cu_seqlens must be {expected}, got {got}")
+        before = value
+
+
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
     """Of states and gate parameters, for activations like x."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

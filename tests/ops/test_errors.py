@@ -1,11 +1,13 @@
 """Each ValueError of each op names the function, the argument, what it must be, what came."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
 from torch_kda.ops.conv import causal_conv_prefill
 from torch_kda.ops.kda import kda_decode, kda_plan, kda_prefill
@@ -196,6 +198,61 @@ def test_wrong_device(op: str, name: str) -> None:
 )
 def test_wrong_value(op: str, changes: Case, message: str) -> None:
     refuses(op, good(op) | changes, message)
+
+
+# with the number of their tokens, T
+PACKED = {"kda_plan": 16, "kda_prefill": 48, "causal_conv_prefill": 48, "mla_prefill": 4}
+WRONG_STARTS = {
+    "late": ([1, 3, 4], "cu_seqlens[0] = 1"),
+    "negative": ([-2, 3, 4], "cu_seqlens[0] = -2"),
+    "back": ([0, 3, 2], "cu_seqlens[2] = 2 after 3"),
+    "below 0": ([0, -1, 4], "cu_seqlens[1] = -1 after 0"),
+    "beyond": ([0, 3, 99], "cu_seqlens[2] = 99 after 3"),
+}
+
+
+def packed(op: str, cu_seqlens: list[int]) -> Case:
+    case = good(op) | {"cu_seqlens": ints(cu_seqlens)}
+    return case | {"plan": None} if op == "kda_prefill" else case
+
+
+@pytest.mark.parametrize(("cu_seqlens", "got"), WRONG_STARTS.values(), ids=WRONG_STARTS)
+@pytest.mark.parametrize("op", PACKED)
+def test_wrong_cu_seqlens(op: str, cu_seqlens: list[int], got: str) -> None:
+    """On a CPU the values are at hand."""
+    expected = "0 first, then never less than the one before or more than T="
+    message = f"cu_seqlens must be {expected}{PACKED[op]}, got {got}"
+    refuses(op, packed(op, cu_seqlens), re.escape(message))
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens", [[0, 3, 3], [0, 0, 3], [0, 0, 0], [0, 1, 4]], ids=lambda value: str(value)
+)
+@pytest.mark.parametrize("op", PACKED)
+def test_cu_seqlens_with_padding(op: str, cu_seqlens: list[int]) -> None:
+    """Empty sequences, and rows of no sequence."""
+    OPS[op](**packed(op, cu_seqlens))
+
+
+@pytest.mark.parametrize("op", PACKED)
+def test_wrong_cu_seqlens_in_a_graph(op: str) -> None:
+    """Tracing has no values to look at; a run of the compiled graph has."""
+    run = torch.compile(OPS[op], backend="aot_eager", fullgraph=True)
+    run(**packed(op, [0, 3, 4]))
+    case = packed(op, [0, 3, 2])
+    pools = {name: x.clone() for name, x in case.items() if name.endswith("_pool")}
+    with pytest.raises(ValueError, match=f"^{op}: cu_seqlens must be "):
+        run(**case)
+    assert all(torch.equal(case[name], x) for name, x in pools.items())
+
+
+@pytest.mark.parametrize("op", PACKED)
+def test_cu_seqlens_of_a_fake_tensor(op: str) -> None:
+    mode, case = FakeTensorMode(), packed(op, [0, 3, 2])
+    fakes = {n: mode.from_tensor(x) if isinstance(x, Tensor) else x for n, x in case.items()}
+    with mode:
+        out = OPS[op](**fakes)
+    assert isinstance(out, FakeTensor)
 
 
 def test_kda_heads_must_divide() -> None:
