@@ -1,9 +1,11 @@
 """What the host does for a step must be hidden behind the shortest step of the device."""
 
+import gc
 import time
+import weakref
 
 import torch
-from torch_kda.kda.build import build_engine
+from torch_kda.kda.build import build_engine, load_model
 from torch_kda.kda.config import EngineConfig, ModelConfig
 from torch_kda.kda.engine import Engine
 from torch_kda.kda.graphs import Launch
@@ -55,6 +57,29 @@ def stub_engine(**changes) -> Engine:
     model = config.resolve(model_preset("tiny", **sizes))
     runner = ModelRunner(StubModel(model), config, recorder=NoWork())  # pyright: ignore
     return build_engine(runner, config, None)
+
+
+def test_warm_up_ends_frozen() -> None:
+    """Collections pass over what warm-up has left, while the engine lives and no longer."""
+    gc.unfreeze()
+    before = len(gc.get_objects())
+    engine = stub_engine()
+    assert gc.get_freeze_count() > before / 2  # of what there was, all but garbage
+    assert len(gc.get_objects()) < 1000
+    runner = weakref.ref(engine.runner)
+    del engine
+    assert gc.get_freeze_count() == 0 and len(gc.get_objects()) > before / 2
+    # the recorded steps refer to their runner, which refers to them
+    gc.collect()
+    assert runner() is None
+
+
+def test_eager_engine_freezes_nothing() -> None:
+    gc.unfreeze()
+    config = EngineConfig(max_model_len=1024, num_state_slots=8, num_kv_blocks=64)
+    model = load_model(config.resolve(model_preset("tiny")), config, None)
+    engine = build_engine(ModelRunner(model, config), config, None)
+    assert gc.get_freeze_count() == 0 and engine.runner.captured is None
 
 
 def loop_seconds() -> float:
