@@ -18,7 +18,6 @@ MAX_SPLITS = 64  # parts of a row: at 128K tokens they have 2048
 WORKSPACE_BYTES = 512 << 20  # of the parts' results; rows beyond it wait for a second launch
 BLOCK_ITEMS = 256  # rows of one launch at most
 BLOCK_N = 64
-BLOCK_ROWS = 32  # queries of a program; with 64 the next tile would not fit into registers
 
 
 def mla_decode(
@@ -32,7 +31,9 @@ def mla_decode(
     num_tokens_per_row: int,
     split_tokens: int = SPLIT_TOKENS,
     block_n: int = BLOCK_N,
-    num_warps: int = 8,
+    num_warps: int | None = None,
+    num_stages: int = 2,
+    programs_per_processor: int = 1,
 ) -> Tensor:
     """`ops.attention.mla_decode`.
 
@@ -50,11 +51,12 @@ def mla_decode(
     size = min(step, D) * max_splits * rows
     parts = q.new_empty(size, R, dtype=torch.float32)
     sums = q.new_empty(size, 2, dtype=torch.float32)
-    block_rows = min(BLOCK_ROWS, block_dim(rows))
+    block_rows = min(64, block_dim(rows))
+    num_programs = num_processors(q.device) * programs_per_processor
     splits = {"MAX_SPLITS": max_splits, "SPLIT_TOKENS": split_tokens, "BLOCK_N": block_n}
     for first in range(0, D, step):
         count = min(step, D - first)
-        _part_kernel[(num_processors(q.device),)](
+        _part_kernel[(num_programs,)](
             *(q, kv_pool, block_table, seq_lens, out, parts, sums, q.stride(0), first, count),
             *(block_table.shape[1], scale * math.log2(math.e)),
             HEADS=q.shape[1],
@@ -66,7 +68,8 @@ def mla_decode(
             BLOCK_ROWS=block_rows,
             BLOCK_R=block_dim(R),
             BLOCK_P=block_dim(q.shape[2] - R),
-            num_warps=num_warps,
+            STAGES=num_stages,
+            num_warps=num_warps or (4 if block_rows < 32 else 8),
             **splits,
         )
         _join_kernel[(rows, count)](
@@ -115,6 +118,7 @@ def _part_kernel(
     MAX_SPLITS: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     M: tl.constexpr = ROWS // HEADS
@@ -123,7 +127,7 @@ def _part_kernel(
     counts, sizes = _splits(lengths, MAX_SPLITS, SPLIT_TOKENS, BLOCK_N)
     ends = tl.cumsum(counts, axis=0)
     num_items = tl.sum(counts, axis=0) * TILES
-    r, p = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_P)[:, None]
+    r, p = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_P)[None, :]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         part, tile = item // TILES, item % TILES
         row = tl.sum((ends <= part).to(tl.int32), axis=0)
@@ -132,9 +136,9 @@ def _part_kernel(
         count, size = _splits(length, MAX_SPLITS, SPLIT_TOKENS, BLOCK_N)
         # rows of the tile: (token, head) of this row of the batch
         i = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        is_query = (i < ROWS)[None, :]
+        is_query = (i < ROWS)[:, None]
         query = (first_row + row).to(tl.int64) * M + i // HEADS
-        at = q + (query * q_row + i % HEADS * (R + P))[None, :]
+        at = q + (query * q_row + i % HEADS * (R + P))[:, None]
         latent_q = tl.load(at + r, mask=is_query & (r < R), other=0.0)
         shared_q = tl.load(at + R + p, mask=is_query & (p < P), other=0.0)
         acc, top, total = attend(
@@ -153,15 +157,16 @@ def _part_kernel(
             BLOCK_N,
             BLOCK_R,
             BLOCK_P,
+            STAGES,
         )
         if count == 1:
-            acc = acc / tl.where(total == 0, 1.0, total)[None, :]
+            acc = acc / tl.where(total == 0, 1.0, total)[:, None]
             to = (first_row + row).to(tl.int64) * ROWS + i
             value = acc.to(out.dtype.element_ty)
-            tl.store(out + to[None, :] * R + r, value, mask=is_query & (r < R))
+            tl.store(out + to[:, None] * R + r, value, mask=is_query & (r < R))
         else:
             to = (row.to(tl.int64) * MAX_SPLITS + part) * ROWS + i
-            tl.store(parts + to[None, :] * R + r, acc, mask=is_query & (r < R))
+            tl.store(parts + to[:, None] * R + r, acc, mask=is_query & (r < R))
             tl.store(sums + to * 2, top, mask=i < ROWS)
             tl.store(sums + to * 2 + 1, total, mask=i < ROWS)
 

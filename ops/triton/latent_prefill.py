@@ -25,7 +25,7 @@ from .search import first_above
 MIN_ROWS = 128  # of a wide sequence; expanding a token costs as much as 170 rows gain on it
 MAX_RATIO = 16  # tokens in the cache for each row of a wide sequence: bounds the workspace
 WIDE_ROWS, WIDE_TOKENS = 128, 64  # tile of queries and of keys
-SHORT_ROWS, SHORT_TOKENS = 32, 64
+SHORT_ROWS, SHORT_TOKENS = 64, 64
 PIECE = 64  # of a head's key or value channels
 PACK_ROWS = 64
 KV_BYTES = 1 << 30  # keys and values at a time; above it heads go in groups
@@ -44,11 +44,11 @@ def mla_prefill(
     v_head_dim: int,
     min_rows: int = MIN_ROWS,
     wide: tuple[int, int, int, int] | None = None,
-    short: tuple[int, int, int] = (SHORT_ROWS, SHORT_TOKENS, 8),
+    short: tuple[int, int, int, int] = (SHORT_ROWS, SHORT_TOKENS, 8, 2),
 ) -> Tensor:
     """`ops.attention.mla_prefill`; R and the cache's rows are multiples of 8 bf16.
 
-    wide and short: rows, tokens and warps of a tile, and wide also stages.
+    wide and short: rows, tokens, warps and stages of a tile.
     """
     T, heads = q.shape[:2]
     R, N = kv_b_weight.shape[1], seq_lens.shape[0]
@@ -97,6 +97,7 @@ def mla_prefill(
         BLOCK_ROWS=short[0],
         BLOCK_N=short[1],
         PIECE=min(PIECE, shape["BLOCK_K"], shape["BLOCK_V"]),
+        STAGES=short[3],
         num_warps=short[2],
         **shape,
     )
@@ -477,6 +478,7 @@ def _short_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Tiles of rows of a head, over latents; dealt to as many programs as run at once."""
     p, r, lane = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_R), tl.arange(0, PIECE)
@@ -488,21 +490,20 @@ def _short_kernel(
         begin = tl.load(cu_seqlens + n)
         rows = tl.load(cu_seqlens + n + 1) - begin
         tokens = tl.load(seq_lens + n)
-        # queries are columns, as in `attend`
         i = first + tl.arange(0, BLOCK_ROWS)
-        is_row = (i < rows)[None, :]
-        row = (begin + i).to(tl.int64)[None, :]
+        is_row = (i < rows)[:, None]
+        row = (begin + i).to(tl.int64)[:, None]
         at = q + row * q_row + head * (K + P)
-        q_shared = tl.load(at + K + p[:, None], mask=is_row & (p < P)[:, None], other=0.0)
+        q_shared = tl.load(at + K + p[None, :], mask=is_row & (p < P)[None, :], other=0.0)
         weight = kv_b_weight + head * ((K + V) * R)
         # both products in pieces: a head's weights don't fit beside the tiles of the cache
-        q_latent = tl.full((BLOCK_R, BLOCK_ROWS), 0.0, tl.float32)
+        q_latent = tl.full((BLOCK_ROWS, BLOCK_R), 0.0, tl.float32)
         for piece in tl.range(0, BLOCK_K, PIECE, num_stages=1):
             k = piece + lane
-            q_own = tl.load(at + k[:, None], mask=is_row & (k < K)[:, None], other=0.0)
+            q_own = tl.load(at + k[None, :], mask=is_row & (k < K)[None, :], other=0.0)
             is_weight = (k < K)[:, None] & (r < R)[None, :]
             w_uk = tl.load(weight + k[:, None] * R + r[None, :], mask=is_weight, other=0.0)
-            q_latent = tl.dot(tl.trans(w_uk), q_own, acc=q_latent, input_precision="ieee")
+            q_latent = tl.dot(q_own, w_uk, acc=q_latent, input_precision="ieee")
         acc, _, total = attend(
             q_latent.to(q_shared.dtype),
             q_shared,
@@ -519,12 +520,13 @@ def _short_kernel(
             BLOCK_N,
             BLOCK_R,
             BLOCK_P,
+            STAGES,
         )
-        latent = (acc / tl.where(total == 0, 1.0, total)[None, :]).to(q_shared.dtype)
+        latent = (acc / tl.where(total == 0, 1.0, total)[:, None]).to(q_shared.dtype)
         to = out + (row * HEADS + head) * V
         for piece in tl.range(0, BLOCK_V, PIECE, num_stages=1):
             v = piece + lane
-            is_weight = (v < V)[:, None] & (r < R)[None, :]
-            w_uv = tl.load(weight + (K + v[:, None]) * R + r[None, :], mask=is_weight, other=0.0)
-            value = tl.dot(w_uv, latent, input_precision="ieee").to(out.dtype.element_ty)
-            tl.store(to + v[:, None], value, mask=is_row & (v < V)[:, None])
+            is_weight = (v < V)[None, :] & (r < R)[:, None]
+            w_uv = tl.load(weight + (K + v[None, :]) * R + r[:, None], mask=is_weight, other=0.0)
+            value = tl.dot(latent, w_uv, input_precision="ieee").to(out.dtype.element_ty)
+            tl.store(to + v[None, :], value, mask=is_row & (v < V)[None, :])

@@ -78,85 +78,46 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attention of a tile of queries over the cached tokens low .. high - 1 of one sequence.
 
-    q is [BLOCK_R, BLOCK_ROWS], q_shared [BLOCK_P, BLOCK_ROWS], zero where padded; low is a multiple
-    of BLOCK_N. Query i sees the tokens up to last[i]. Queries are columns: of rows a tensor core
-    wants 64 at once, of columns it takes 16.
+    q is [BLOCK_ROWS, BLOCK_R], q_shared [BLOCK_ROWS, BLOCK_P], zero where padded; low is a multiple
+    of BLOCK_N. Row i sees the tokens up to last[i].
 
     Returns:
-        The weighted sum of latents [BLOCK_R, BLOCK_ROWS], not normalised, the largest score times
-        log2(e), and the sum of weights. A query that sees nothing has -inf and 0 there.
+        The weighted sum of latents, not normalised, the largest score times log2(e), and the sum of
+        weights. A row that sees nothing has -inf and 0 there.
     """
-    acc = tl.full((BLOCK_R, BLOCK_ROWS), 0.0, tl.float32)
-    top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-    total = tl.full((BLOCK_ROWS,), 0.0, tl.float32)
-    # The next tile is loaded into registers while this one is in use: three tiles, which the
-    # compiler's own pipeline needs to hide a load, don't fit into shared memory. The block of the
-    # tile after that is looked up, too, so that no address waits for the table.
-    block = _block(table, low, high, BLOCK_SIZE)
-    latent, shared = _tile(
-        kv_pool, table, block, low, high, R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P
-    )
-    block = _block(table, low + BLOCK_N, high, BLOCK_SIZE)
-    for first in tl.range(low, high, BLOCK_N, num_stages=1):
-        scores = tl.dot(latent, q, input_precision="ieee")
-        after = first + BLOCK_N
-        next_latent, next_shared = _tile(
-            kv_pool, table, block, after, high, R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P
-        )
-        block = _block(table, after + BLOCK_N, high, BLOCK_SIZE)
-        if P > 0:
-            scores = tl.dot(shared, q_shared, acc=scores, input_precision="ieee")
-        token = first + tl.arange(0, BLOCK_N)[:, None]
-        is_seen = (token <= last[None, :]) & (token < high)
-        scores = tl.where(is_seen, scores * scale_log2, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=0))
-        # a query that has seen nothing yet: all its weights are 0, not exp2(nan)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base[None, :])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, axis=0)
-        weights = weights.to(latent.dtype)
-        acc = tl.dot(tl.trans(latent), weights, acc=acc * fade[None, :], input_precision="ieee")
-        top = new_top
-        latent, shared = next_latent, next_shared
-    return acc, top, total
-
-
-@triton.jit
-def _block(table, first, high, BLOCK_SIZE: tl.constexpr):
-    return tl.load(table + first // BLOCK_SIZE, mask=first < high, other=0)
-
-
-@triton.jit
-def _tile(
-    kv_pool,
-    table,
-    block,
-    first,
-    high,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Latents and shared key channels of tokens first .. first + BLOCK_N - 1, 0 from high on."""
     r, p = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_P)[None, :]
     n = tl.arange(0, BLOCK_N)
-    is_token = first + n < high
-    if BLOCK_SIZE % BLOCK_N == 0:
-        # one address for the tile, the rest is constant
-        place = block.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE
-        row = kv_pool + place * (R + P) + n[:, None] * (R + P)
-    else:
+    acc = tl.full((BLOCK_ROWS, BLOCK_R), 0.0, tl.float32)
+    top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    total = tl.full((BLOCK_ROWS,), 0.0, tl.float32)
+    for first in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         token = first + n
-        blocks = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0)
-        places = blocks.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-        row = kv_pool + places[:, None] * (R + P)
-    latent = tl.load(row + r, mask=is_token[:, None] & (r < R), other=0.0)
-    shared = tl.load(row + R + p, mask=is_token[:, None] & (p < P), other=0.0)
-    return latent, shared
+        is_token = token < high
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(table + first // BLOCK_SIZE)
+            place = block.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE + n
+        else:
+            block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0)
+            place = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+        row = kv_pool + place[:, None] * (R + P)
+        latent = tl.load(row + r, mask=is_token[:, None] & (r < R), other=0.0)
+        scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+        if P > 0:
+            shared = tl.load(row + R + p, mask=is_token[:, None] & (p < P), other=0.0)
+            scores = tl.dot(q_shared, tl.trans(shared), acc=scores, input_precision="ieee")
+        is_seen = (token[None, :] <= last[:, None]) & is_token[None, :]
+        scores = tl.where(is_seen, scores * scale_log2, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # a row that has seen nothing yet: all its weights are 0, not exp2(nan)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, axis=1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(weights.to(latent.dtype), latent, acc=acc, input_precision="ieee")
+        top = new_top
+    return acc, top, total

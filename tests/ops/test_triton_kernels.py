@@ -167,7 +167,7 @@ def test_mla_prefill(
     if device == "cpu":
         monkeypatch.setattr(module, "_expand", expand_fp32)
     monkeypatch.setattr(module, "KV_BYTES", 1)  # a head at a time
-    tiles = {"min_rows": 16, "wide": (16, 16, 4, 2), "short": (16, 16, 4)}
+    tiles = {"min_rows": 16, "wide": (16, 16, 4, 2), "short": (16, 16, 4, 2)}
     o, _ = check(module.mla_prefill, reference.mla_prefill_ref, case, is_strict=False, **tiles)
     assert_same("padding", o[sum(lengths) :], torch.zeros_like(o[sum(lengths) :]))
     monkeypatch.setattr(module, "KV_BYTES", 1 << 30)
