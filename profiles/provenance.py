@@ -4,8 +4,11 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent  # of the checkout, if it is one
 
 
 def origin(
@@ -20,10 +23,21 @@ def origin(
         "gpu": torch.cuda.get_device_name(device),
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
-        "commit": commit or first_line("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit or head_commit(),
         "command": shlex.join(command),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def head_commit(root: Path = ROOT) -> str | None:
+    """HEAD of the checkout that this code is run from; None if it isn't run from one.
+
+    The caller's folder plays no part: it may be another project's checkout, as may the folder
+    that an installed package lies in.
+    """
+    if not (root / ".git").exists():
+        return None
+    return first_line("git", "-C", str(root), "rev-parse", "--short", "HEAD")
 
 
 def first_line(*command: str) -> str | None:

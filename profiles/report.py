@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..kda.timeline import can_draw
-from .provenance import first_line
+from .provenance import head_commit
 from .timing import copy_bytes_per_second
 from .trace import Event, busy_us, device_events, forwards, gaps_us, kernel_rows, span_us
 
 if TYPE_CHECKING:
     from .trace import Scenario
 
+WARM = "Each is one recording, made after one of both modes that was thrown away, to warm up."
 NUM_KERNELS = 12  # in a table
 COLORS = {
     "kda_prefill": "#0b6e4f",
@@ -55,7 +56,7 @@ def _sections(
     facts = {
         "machine": torch.cuda.get_device_name() if is_cuda else "CPU",
         "torch": torch.__version__,
-        "commit": found.facts["commit"] or first_line("git", "rev-parse", "--short", "HEAD"),
+        "commit": found.facts["commit"] or head_commit() or "not known; --commit names it",
         "command": found.facts["command"],
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "model": f"{config.name}, {config.num_hidden_layers} layers, {config.dtype}",
@@ -67,7 +68,7 @@ def _sections(
             [f"{key}: {value}" for key, value in facts.items()],
             [],
         ),
-        ("Time", [], _summary(traces)),
+        ("Time", [WARM], _summary(traces)),
     ]
     speed = copy_bytes_per_second(runner.device) if is_cuda else None
     for name, events in traces.items():

@@ -233,38 +233,55 @@ class Scenario:
 
         traces: dict[str, list[Event]] = {}
         ways = {"eager": True} | ({"replay": False} if self.runner.is_compiled else {})
-        for mode in MODES:
-            for way, is_eager in ways.items():
-                path = out / mode / f"{way}{SUFFIX}"
-                self.record(mode, path, is_eager=is_eager)
-                traces[f"{mode} {way}"] = load_events(path)
-                yield path
+        for way, is_eager in ways.items():
+            with self._way(is_eager=is_eager):
+                self.warm_up()
+                for mode in MODES:
+                    path = out / mode / f"{way}{SUFFIX}"
+                    self.record(mode, path)
+                    traces[f"{mode} {way}"] = load_events(path)
+                    yield path
         write_kernels(out / "kernels.csv", traces)
         yield out / "kernels.csv"
         yield from write_report(traces, self, out)
 
-    def record(self, mode: str, path: Path, *, is_eager: bool) -> None:
-        """Trace the prefill of a cold prompt to a file, after another one to warm up."""
+    @contextmanager
+    def _way(self, *, is_eager: bool) -> Iterator[None]:
+        if not is_eager:
+            yield
+            return
+        with self.runner.eager(), labelled_layers(self.runner.model):
+            yield
+
+    def warm_up(self) -> None:
+        """Record every mode and throw it away.
+
+        The first recordings of a process take longer than those after them, and the profiler has a
+        part in it: on a CPU 10 ms of 80, which made the mode that came first look slow.
+        """
+        for mode in MODES:
+            self.prefill(mode, seed=0)
+
+    def record(self, mode: str, path: Path) -> None:
+        """Trace the prefill of a cold prompt to a file."""
+        self.prefill(mode, seed=1).save(path)
+
+    def prefill(self, mode: str, *, seed: int) -> Recording:
+        """The recording of one cold prompt."""
         config = replace(self.config, **MODES[mode])
-        if is_eager:
-            with self.runner.eager(), labelled_layers(self.runner.model):
-                self._record(config, path)
-        else:
-            self._record(config, path)
-
-    def _record(self, config: EngineConfig, path: Path) -> None:
-        self._prefill(config, seed=0)
+        # before it starts: to make an engine may take a full collection of garbage
+        client = self._client(config, seed)
         with recording(config.device) as found:
-            self._prefill(config, seed=1)
-        found.save(path)
+            while client.engine.has_work:
+                client.step()
+        return found
 
-    def _prefill(self, config: EngineConfig, *, seed: int) -> None:
+    def _client(self, config: EngineConfig, seed: int) -> Client:
         vocab = self.runner.model.config.vocab_size
         rng = random.Random(seed)
         client = Client(build_engine(TracedRunner(self.runner), config, None), num_new=1)  # type: ignore[arg-type]
         client.submit(rng.choices(range(vocab), k=self.num_tokens))
-        while client.engine.has_work:
-            client.step()
+        return client
 
 
 def write_kernels(path: Path, traces: dict[str, list[Event]]) -> None:
@@ -353,6 +370,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Writes traces, kernels.csv, report.md and report.html."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
+    if options.device == "cpu":
+        torch.set_num_threads(
+            1
+        )  # more of them wait for each other on a busy machine: 1 s for 80 ms
     found = scenario(options)
     found.facts["command"] = shlex.join(["torch-kda", "profile", *arguments])
     for file in found.write(options.out):

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 from torch_kda.kda.__main__ import app
+from torch_kda.profiles import report
 from torch_kda.profiles.trace import (
     Event,
+    Recording,
+    Scenario,
     busy_us,
     device_events,
     forwards,
@@ -89,6 +92,25 @@ def test_report(out: Path) -> None:
     assert (out / "timeline.png").stat().st_size > 10_000
     for part in ("| single-pass eager | 1 |", "| two-pass eager | 2 |", "timeline.png"):
         assert part in text
+
+
+def test_order_and_origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both modes are warm before one is kept; the commit is ours, wherever the command is given."""
+    recorded: list[tuple[str, int]] = []
+    prefill = Scenario.prefill
+
+    def watched(self: Scenario, mode: str, *, seed: int) -> Recording:
+        recorded.append((mode, seed))
+        return prefill(self, mode, seed=seed)
+
+    monkeypatch.setattr(Scenario, "prefill", watched)
+    monkeypatch.setattr(report, "head_commit", lambda: "1234abc")
+    monkeypatch.chdir(tmp_path)
+    options = ["--device", "cpu", "--tokens", "40", "--unit", "32"]
+    done = CliRunner().invoke(app, ["profile", *options, "--out", "out"])
+    assert done.exit_code == 0, done.output
+    assert recorded == [(mode, seed) for seed in (0, 1) for mode in TRACES]
+    assert "- commit: 1234abc\n" in (tmp_path / "out" / "report.md").read_text()
 
 
 def gpu_trace() -> list[Event]:
