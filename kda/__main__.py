@@ -70,7 +70,10 @@ def demo(
     """
     with _clear_errors():
         from .demo import NUM_STAGES, repository_text, run_demo
+        from .timeline import can_draw, check_picture
 
+        if can_draw():
+            check_picture(picture)
         text = _read(file) if file else repository_text()
         available = len(text.encode())  # a byte is a token
         if available == 0:
@@ -104,6 +107,8 @@ def generate(
         from .build import describe
         from .llm import LLM, SamplingParams
 
+        if not prompt:
+            raise ValueError("PROMPT must not be empty")
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         llm = LLM(model, device=_device(device), seed=seed)
         for line in describe(llm.engine):

@@ -157,11 +157,13 @@ def run_demo(text: str, num_tokens: int, *, device: str, seed: int, say: Report)
         say: is told what comes next, NUM_STAGES times.
 
     Raises:
-        ValueError: there is no text, or the prompt and its follow-up exceed the model.
+        ValueError: the prompt is too short to show anything, or too long for the model. Raised
+            before the model is made.
     """
     tokenizer = Tokenizer.byte_level()
     prompt = tokenizer.encode(text)[:num_tokens]
     config = demo_config(len(prompt), device, seed)
+    _check_length(len(prompt), config.prefix_match_unit)
     preset = model_preset("tiny")
     if device != "cpu":
         preset = model_preset(GPU_PRESET, num_hidden_layers=GPU_LAYERS)
@@ -192,6 +194,27 @@ def run_demo(text: str, num_tokens: int, *, device: str, seed: int, say: Report)
         two_pass=runs["two passes"],
         comparisons=comparisons,
     )
+
+
+def prompt_limits(unit: int) -> tuple[int, int]:
+    """The shortest prompt of which a state is kept on the way, its last token being computed
+    always; and the longest with whose follow-up the model can deal.
+    """
+    return unit + 1, MAX_LEN - 2 * NEW_TOKENS - len(FOLLOW_UP.encode())
+
+
+def _check_length(num_tokens: int, unit: int) -> None:
+    least, most = prompt_limits(unit)
+    if num_tokens < least:
+        raise ValueError(
+            f"demo: the prompt must have >= {least:,} tokens, got {num_tokens:,}: states are kept "
+            f"every {unit:,} tokens, and a shorter prompt takes one forward either way"
+        )
+    if num_tokens > most:
+        raise ValueError(
+            f"demo: the prompt must have <= {most:,} tokens, got {num_tokens:,}: with its "
+            f"follow-up it has to fit into the {MAX_LEN:,} that the model holds"
+        )
 
 
 def demo_config(num_tokens: int, device: str, seed: int) -> EngineConfig:

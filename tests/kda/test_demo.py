@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch_kda.kda import demo
 from torch_kda.kda.demo import (
     MIN_DISTINCT,
     NEW_TOKENS,
@@ -62,12 +63,38 @@ def test_describe_result(result: DemoResult):
     assert "equal, " in lines and f"distinct of {NEW_TOKENS}" in lines
 
 
-@pytest.mark.parametrize("num_tokens", [1, 128])
-def test_run_demo_short(num_tokens: int):
-    """Around one unit: there may be no boundary to keep, and nothing else is wrong."""
-    found = run_demo(repository_text(), num_tokens, device="cpu", seed=0, say=lambda _: None)
-    assert found.tokens_equal and found.single_pass[1].num_cached_tokens == found.deepest_boundary
-    assert found.deepest_boundary == (num_tokens + NEW_TOKENS - 1) // 128 * 128
+def test_run_demo_shortest():
+    """One more than a unit is enough for all that the demo shows."""
+    found = run_demo(repository_text(), 129, device="cpu", seed=0, say=lambda _: None)
+    assert found.failures() == [] and found.deepest_boundary == 128
+    assert found.as_json()["single_pass"]["forwards"] == [1, 1]
+    assert found.as_json()["two_pass"]["forwards"] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "unit", "message"),
+    [
+        (128, 128, "must have >= 129 tokens, got 128: states are kept every 128 tokens"),
+        (64, 64, "must have >= 65 tokens, got 64: states are kept every 64 tokens"),
+        (32_600, 128, r"must have <= 32,4\d\d tokens, got 32,600: .* the 32,768 that the model"),
+    ],
+)
+def test_run_demo_refuses(
+    num_tokens: int, unit: int, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Before there is a model."""
+    monkeypatch.setattr(demo, "load_model", lambda *_: pytest.fail("a model was made"))
+    make = demo.demo_config
+    monkeypatch.setattr(demo, "demo_config", lambda *a: replace(make(*a), prefix_match_unit=unit))
+    with pytest.raises(ValueError, match=f"demo: the prompt {message}"):
+        run_demo("x" * num_tokens, num_tokens, device="cpu", seed=0, say=pytest.fail)
+
+
+def test_prompt_limits():
+    """What is let in by its length fits, follow-up and all."""
+    least, most = demo.prompt_limits(128)
+    follow_up = most + NEW_TOKENS + len(demo.FOLLOW_UP.encode())
+    assert least == 129 and follow_up + NEW_TOKENS == demo.MAX_LEN
 
 
 def changed(run: RequestRun, **changes) -> RequestRun:

@@ -66,13 +66,36 @@ def test_demo_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_demo_short_text(tmp_path: Path):
-    """Fewer tokens than asked for, and no place for the picture: it says so and goes on."""
-    text, picture = tmp_path / "text.txt", tmp_path / "missing" / "x.png"
-    text.write_text("short")
+    """Fewer tokens than asked for: it says so and goes on, unless they are too few."""
+    text, picture = tmp_path / "text.txt", tmp_path / "x.png"
+    text.write_text("Wer reitet so spaet durch Nacht und Wind? " * 5)
     found = invoke("demo", "--device", "cpu", "--file", text, "--json", "--picture", picture)
     assert found.exit_code == 0
-    assert json.loads(found.stdout)["single_pass"]["tokens_computed"][0] == 5
-    assert "the text has only 5 tokens" in found.stderr and "no picture: " in found.stderr
+    assert json.loads(found.stdout)["single_pass"]["tokens_computed"][0] == 210
+    assert "the text has only 210 tokens" in found.stderr
+    text.write_text("short")
+    found = invoke("demo", "--device", "cpu", "--file", text, "--picture", picture)
+    assert found.exit_code == 2 and "must have >= 129 tokens, got 5" in found.stderr
+
+
+@pytest.mark.parametrize("name", ["missing/x.png", "folder", "file/x.png"])
+def test_demo_checks_its_picture_first(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from torch_kda.kda import demo
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(demo, "run_demo", lambda *_, **__: pytest.fail("it ran"))
+    found = invoke("demo", "--device", "cpu", "--picture", tmp_path / name)
+    assert found.exit_code == 2 and found.stdout == ""
+    assert f"--picture: {tmp_path / name} can't be written: " in found.stderr
+
+
+def test_check_picture_leaves_no_trace(tmp_path: Path):
+    new, old = tmp_path / "new.png", tmp_path / "old.png"
+    old.write_bytes(b"before")
+    torch_kda.kda.timeline.check_picture(new)
+    torch_kda.kda.timeline.check_picture(old)
+    assert not new.exists() and old.read_bytes() == b"before"
 
 
 def test_demo_fails_if_tokens_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -80,7 +103,7 @@ def test_demo_fails_if_tokens_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(demo, "MIN_DISTINCT", 1000)
     picture = tmp_path / "x.png"
-    found = invoke("demo", "--device", "cpu", "--tokens", 20, "--json", "--picture", picture)
+    found = invoke("demo", "--device", "cpu", "--tokens", 129, "--json", "--picture", picture)
     assert found.exit_code == 1
     assert "FAILED: only" in found.stderr
 
@@ -88,13 +111,14 @@ def test_demo_fails_if_tokens_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "50000"], "the prompt has 50,000 tokens, but the model holds 32,768"),
+        (["--tokens", "50000"], "must have <= 32,4"),
+        (["--tokens", "128"], "must have >= 129 tokens, got 128"),
         (["--file", "nowhere.txt"], "nowhere.txt"),
         (["--file", str(ROOT / "tests")], "tests"),
         (["--device", "tpu"], "device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
         (["--tokens", "0"], "tokens"),
     ],
-    ids=["long", "file", "folder", "device", "none"],
+    ids=["long", "short", "file", "folder", "device", "none"],
 )
 def test_demo_bad_input(arguments: list[str], message: str):
     found = invoke(
@@ -141,7 +165,11 @@ def test_generate():
     ],
     ids=["empty", "preset", "tokens", "temperature"],
 )
-def test_generate_bad_input(arguments: list[str], message: str):
+def test_generate_bad_input(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
+    """Found before a model is made."""
+    from torch_kda.kda import llm
+
+    monkeypatch.setattr(llm, "load_model", lambda *_: pytest.fail("a model was made"))
     found = invoke("generate", *arguments)
     assert found.exit_code == 2 and found.stdout == "" and message in found.stderr
 
