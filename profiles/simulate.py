@@ -7,29 +7,51 @@ time. Also runs as `python -m torch_kda.profiles.simulate`.
 import argparse
 import json
 import random
+import shlex
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..cache.prefix_cache import PrefixCache
+from ..kda.timeline import check_picture
 from ..scheduler.request import Request, SamplingParams
 from ..scheduler.scheduler import Scheduler
-from .simulate_report import draw, print_table, write_report
+from .simulate_report import LOST, TWO_PASSES, can_draw, draw, print_table, write_report
 
 DESCRIPTIONS = {
-    "growing-prefix": "streams that grow by --step tokens a round, from --start; all of a round "
-    "are sent together (defaults: 120000 and 2000 tokens)",
+    "growing-prefix": "streams that grow by --step tokens a round; all of a round are sent "
+    "together. Prompts of --start tokens come before the first round and are not counted "
+    "(defaults: 120000 and 2000 tokens)",
     "eight-k": "unrelated prompts of --start tokens, one a stream and round (default: 8000)",
     "shared-prefix": "prompts of --start shared tokens and --step of their own, one a stream and "
-    "round (defaults: 8000 and 1000)",
+    "round, from a cold cache on (defaults: 8000 and 1000)",
 }
 # rounds, start, step
 SIZES = {
     "growing-prefix": (22, 120_000, 2_000),
     "eight-k": (8, 8_000, 0),
     "shared-prefix": (8, 8_000, 1_000),
+}
+NUMBERS = {
+    "rounds": "how often (default: 22 times for growing-prefix, else 8)",
+    "start": "tokens to begin with, see below",
+    "step": "tokens that are added, see below",
+    "streams": "requests that are sent together (default: 1)",
+    "outputs": "tokens that a request generates (default: 1)",
+    "unit": "tokens of a cache key (default: 128)",
+    "kv_block": "tokens of a KV block, which divides the unit (default: 128)",
+    "budget": "tokens of a forward (default: 8192)",
+    "slots": "states, running ones included (default: 64)",
+    "kv_tokens": "room for KV (default: for all that is sent)",
+}
+FLAGS = {
+    "two_pass": "num_prefill_checkpoint_blocks=0, as a baseline",
+    "draft_layer": "with draft-layer KV",
+    "json": "one JSON object on stdout, no plot",
 }
 VOCABULARY = 163_840
 ALIGNMENT = 16  # of the kernel's exports, in tokens
@@ -51,7 +73,7 @@ class Workload:
     budget: int = 8192  # tokens of a forward
     slots: int = 64  # states, running ones included
     kv_tokens: int = 0  # room for KV; 0: for all that is sent
-    has_exports: bool = True  # False: the two-pass baseline
+    has_exports: bool = True  # False: num_prefill_checkpoint_blocks=0, the two-pass baseline
     has_draft_layer: bool = False  # with KV that depends on the next token
 
     def __post_init__(self) -> None:
@@ -60,8 +82,8 @@ class Workload:
             *(("unit", 1), ("kv_block", 1), ("budget", 1), ("slots", 1), ("kv_tokens", 0)),
         ):
             if getattr(self, field) < least:
-                option, got = field.replace("_", "-"), getattr(self, field)
-                raise ValueError(f"simulate: --{option} must be >= {least}, got {got}")
+                got = getattr(self, field)
+                raise ValueError(f"simulate: {_option(field)} must be >= {least}, got {got}")
         if self.unit % ALIGNMENT:
             raise ValueError(f"simulate: --unit must be a multiple of {ALIGNMENT}, got {self.unit}")
         if self.unit % self.kv_block:
@@ -88,9 +110,10 @@ class Round(NamedTuple):
 
     prompt_tokens: int
     forwards: int
-    tokens_computed: int  # also those that were in the cache once, or have KV but no state
+    tokens_computed: int  # anew, for whatever reason
     tokens_cached: int  # found: KV and state
-    tokens_lost: int  # KV was there, but no state so deep
+    # computed again though their KV was found, for want of a state so deep: never of a cold prompt
+    tokens_lost: int
     evictions: int  # of states and of units of KV, for want of room
 
 
@@ -117,6 +140,10 @@ class Outcome:
         }
 
 
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def make_workload(name: str, **options: Any) -> Workload:
     """A workload with its own sizes but for those that are given and not None.
 
@@ -131,8 +158,7 @@ def make_workload(name: str, **options: Any) -> Workload:
 
 
 def simulate(workload: Workload) -> Outcome:
-    """Runs all rounds. The first prompts of growing streams, and the first of those that share a
-    prefix, are prefilled before.
+    """Runs all rounds. The first prompts of growing streams are prefilled before.
 
     Raises:
         ValueError: sizes don't go together; a request doesn't fit.
@@ -177,7 +203,7 @@ def _prompts(workload: Workload) -> Iterator[list[array]]:
             yield [stream[: start + index * step] for stream in whole]
     elif workload.name == "shared-prefix":
         shared = tokens(start)
-        yield [shared + tokens(step)]
+        yield []
         for _ in range(workload.rounds):
             yield [shared + tokens(step) for _ in streams]
     else:
@@ -211,34 +237,52 @@ def _run(scheduler: Scheduler, prompts: Sequence[array], num_outputs: int) -> Ro
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)
     if options.workload == "report":
-        write_report(simulate)
+        _report(options, arguments)
         return
+    for option in ("out", "commit"):
+        if getattr(options, option) is not None:
+            raise ValueError(f"simulate: --{option} is for report; a workload has --picture")
     workload = make_workload(
         options.workload,
-        rounds=options.rounds,
-        start=options.start,
-        step=options.step,
-        streams=options.streams,
-        outputs=options.outputs,
-        unit=options.unit,
-        kv_block=options.kv_block,
-        budget=options.budget,
-        slots=options.slots,
-        kv_tokens=options.kv_tokens,
+        **{name: getattr(options, name) for name in NUMBERS},
         has_exports=not options.two_pass,
         has_draft_layer=options.draft_layer,
     )
-    outcome = simulate(workload)
     if options.json:
-        print(json.dumps(outcome.as_json()))
+        print(json.dumps(simulate(workload).as_json()))
         return
-    outcomes = [outcome]
+    picture = options.picture or PICTURE
+    if can_draw():
+        check_picture(picture)
+    outcomes = [simulate(workload)]
     if workload.has_exports:
         outcomes.append(simulate(replace(workload, has_exports=False)))
     print_table(outcomes)
-    print(draw(outcomes, options.picture))
+    print(draw(outcomes, picture))
+
+
+def _report(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Raises ValueError for what a report would not heed."""
+    for name in (*NUMBERS, *FLAGS, "picture"):
+        if getattr(options, name) not in (None, False):
+            raise ValueError(
+                f"simulate: {_option(name)} is for one workload; report runs the published ones "
+                "and writes simulate.json, simulate.md and simulate.png into --out"
+            )
+    if options.out is None:
+        raise ValueError("simulate: report needs --out, a folder for the results")
+    from .provenance import head_commit
+
+    origin = {
+        "command": shlex.join(["torch-kda", "bench", "simulate", *arguments]),
+        "commit": options.commit or head_commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    for path in write_report(simulate, options.out, origin):
+        print(path)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -248,26 +292,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "cache, without a model.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"{name}: {text}" for name, text in DESCRIPTIONS.items())
-        + "\nreport: the published workloads, into profiles/results/simulate.md",
+        + "\nreport: the published workloads, both ways, into --out; of the options it takes --out "
+        f"and --commit.\n\n{LOST}\n{TWO_PASSES}",
     )
     parser.add_argument("workload", choices=[*SIZES, "report"], metavar="WORKLOAD")
-    for name, text in (
-        ("rounds", "how often (default: 22 times for growing-prefix, else 8)"),
-        ("start", "tokens to begin with, see below"),
-        ("step", "tokens that are added, see below"),
-        ("streams", "requests that are sent together (default: 1)"),
-        ("outputs", "tokens that a request generates (default: 1)"),
-        ("unit", "tokens of a cache key (default: 128)"),
-        ("kv-block", "tokens of a KV block, which divides the unit (default: 128)"),
-        ("budget", "tokens of a forward (default: 8192)"),
-        ("slots", "states, running ones included (default: 64)"),
-        ("kv-tokens", "room for KV (default: for all that is sent)"),
-    ):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    parser.add_argument("--two-pass", action="store_true", help="without exports, as a baseline")
-    parser.add_argument("--draft-layer", action="store_true", help="with draft-layer KV")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, no plot")
-    parser.add_argument("--picture", type=Path, default=PICTURE, help="where the plot goes")
+    for name, text in NUMBERS.items():
+        parser.add_argument(_option(name), type=int, metavar="N", help=text)
+    for name, text in FLAGS.items():
+        parser.add_argument(_option(name), action="store_true", help=text)
+    parser.add_argument("--picture", type=Path, help=f"where the plot goes (default: {PICTURE})")
+    parser.add_argument("--out", type=Path, help="folder for the results of report")
+    parser.add_argument("--commit", help="what report is made with (default: git's HEAD)")
     return parser.parse_args(arguments)
 
 

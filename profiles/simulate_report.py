@@ -1,15 +1,24 @@
 """Tables and plots of simulated workloads."""
 
-import importlib.util
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ..kda.timeline import can_draw
 
 if TYPE_CHECKING:
     from .simulate import Outcome, Workload
 
-RESULTS = Path(__file__).parent / "results"
+LOST = (
+    "lost: tokens whose KV was in the cache, but with no state so deep: they are computed again. "
+    "Who shares a beginning second finds it so: nobody knew before where prompts would part."
+)
+TWO_PASSES = (
+    "two passes: this scheduler with num_prefill_checkpoint_blocks=0, so that a forward ends "
+    "where a state is to be kept. These are not the rules of another engine."
+)
 COLOURS = ("#2b6cb0", "#a0aec0")
 MAX_ROUNDS_SHOWN = 40
 
@@ -49,6 +58,10 @@ def print_table(outcomes: Sequence["Outcome"]) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    if any(total["tokens_lost"] for total in totals):
+        console.print(LOST, highlight=False, soft_wrap=True)
+    if not all(outcome.workload.has_exports for outcome in outcomes):
+        console.print(TWO_PASSES, highlight=False, soft_wrap=True)
 
 
 def _title(outcome: "Outcome") -> str:
@@ -58,11 +71,6 @@ def _title(outcome: "Outcome") -> str:
         f"{workload.name}, {streams}: {workload.start:,} + {workload.step:,} tokens\n"
         f"unit {workload.unit}, block {workload.kv_block}, budget {workload.budget:,}"
     )
-
-
-def can_draw() -> bool:
-    """Whether matplotlib (extra `plots`) is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(outcomes: Sequence["Outcome"], path: Path) -> str:
@@ -110,7 +118,7 @@ def published() -> list["Workload"]:
         make_workload("growing-prefix", kv_block=block, start=119_937, step=2_017)
         for block in (16, 128)
     ]
-    # vLLM's block sizes as units: ours has one size for both
+    # wide units, each of one block
     growing += [
         make_workload("growing-prefix", unit=unit, kv_block=unit) for unit in (768, 1536, 2304)
     ]
@@ -124,35 +132,61 @@ def published() -> list["Workload"]:
     return growing + eight + shared
 
 
-def write_report(simulate: Callable[["Workload"], "Outcome"]) -> None:
-    """Runs the published workloads both ways; writes results/simulate.md and a plot."""
-    from dataclasses import replace
+def write_report(
+    simulate: Callable[["Workload"], "Outcome"], out: Path, origin: Mapping[str, str | None]
+) -> list[Path]:
+    """Runs the published workloads both ways; returns what it wrote: JSON, a page and a plot.
 
-    lines = []
-    for workload in published():
-        single = simulate(workload)
-        two = simulate(replace(workload, has_exports=False))
-        lines.append(_report_line(single, two))
-        if workload.name == "growing-prefix" and workload.streams == 1 and len(lines) == 1:
-            draw([single, two], RESULTS / "simulate.png")
+    Args:
+        origin: command, commit and date, for the page.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    pairs = [
+        (simulate(workload), simulate(replace(workload, has_exports=False)))
+        for workload in published()
+    ]
+    data = {
+        "origin": dict(origin),
+        "workloads": [
+            {
+                "workload": asdict(single.workload),
+                "single_pass": single.as_json(),
+                "two_pass": two.as_json(),
+            }
+            for single, two in pairs
+        ],
+    }
+    written = [out / "simulate.json", out / "simulate.md"]
+    written[0].write_text(json.dumps(data, indent=1) + "\n")
+    if can_draw():
+        written.append(out / "simulate.png")
+        draw(pairs[0], written[-1])
+    written[1].write_text(_page(pairs, origin, has_plot=len(written) == 3))
+    return written
+
+
+def _page(
+    pairs: Sequence[tuple["Outcome", "Outcome"]],
+    origin: Mapping[str, str | None],
+    *,
+    has_plot: bool,
+) -> str:
     head = (
         *("workload", "streams", "start + step", "unit / block", "slots", "rounds"),
         *("forwards", "two passes", "computed", "two passes", "cached", "lost", "two passes"),
         *("slots peak", "evictions"),
     )
     rule = ["---"] * 2 + ["---:"] * (len(head) - 2)
+    lines = [_report_line(single, two) for single, two in pairs]
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
-    path = RESULTS / "simulate.md"
-    path.write_text(
-        "# Simulated workloads\n\n"
-        f"`torch-kda bench simulate report`, {date}. The real scheduler and cache, budget 8,192, "
-        "no model. Numbers are sums over all rounds; what is prefilled before the first round is "
-        "not counted. `two passes` is the same scheduler without exports: a forward ends where a "
-        "state is to be kept. `lost` tokens have KV but no state.\n\n"
-        f"{table}\n\n![rounds](simulate.png)\n"
+    source = f"`{origin['command']}`, commit {origin['commit']}, {origin['date']}."
+    plot = "\n![rounds of the first line](simulate.png)\n" if has_plot else ""
+    return (
+        f"# Simulated workloads\n\n{source} The real scheduler and cache, budget 8,192, no model. "
+        "Numbers are sums over all rounds; the first prompts of growing-prefix are prefilled "
+        "before the first round and not counted, the other workloads begin with a cold cache.\n\n"
+        f"- {TWO_PASSES}\n- {LOST}\n\n{table}\n{plot}"
     )
-    print(f"{path.resolve()}")
 
 
 def _report_line(single: "Outcome", two: "Outcome") -> list[str]:
