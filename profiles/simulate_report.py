@@ -83,10 +83,11 @@ def draw(outcomes: Sequence["Outcome"], path: Path) -> str:
     axes = figure.subplots(3, 1, sharex=True)
     width = 0.8 / len(outcomes)
     for index, (outcome, colour) in enumerate(zip(outcomes, COLOURS, strict=False)):
+        setting = "" if outcome.workload.has_exports else " (num_prefill_checkpoint_blocks=0)"
         places = [n + (index - (len(outcomes) - 1) / 2) * width for n in _numbers(outcome)]
         for axis, field in zip(axes, ("forwards", "tokens_computed", "tokens_lost"), strict=True):
             values = [getattr(a_round, field) for a_round in outcome.rounds]
-            axis.bar(places, values, width, color=colour, label=mode_of(outcome))
+            axis.bar(places, values, width, color=colour, label=mode_of(outcome) + setting)
     for axis, title in zip(
         axes, ("forwards", "tokens computed", "tokens lost to a missing state"), strict=True
     ):
