@@ -366,13 +366,6 @@ def wgmma_wait(pending: int, values: Any, *, loc: Any = None, ip: Any = None) ->
 
 
 @dsl_user_op
-def cp_async_arrive(barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Arrives on an mbarrier once all cp.async of this thread so far have landed."""
-    text = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
-    _asm(None, [_i32(barrier, loc, ip)], text, "r,~{memory}", True, loc, ip)
-
-
-@dsl_user_op
 def edge(value: Any, barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
     """Ends a basic block, so that ptxas can't move code across.
 
