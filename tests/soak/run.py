@@ -23,6 +23,7 @@ NEW_SHARE = 0.7  # of the samples that look for a state not seen before
 KV_SHARE = 0.15  # of the samples that take KV without a state
 MAX_VIOLATIONS = 20  # enough to see what is wrong
 FINAL_SHARE = 0.15  # of the run's time for what is cached at its end
+MAX_DRAIN_STEPS = 20_000  # every request that can wait, one after the other, takes fewer
 SAY_EVERY = 10.0  # seconds
 
 log = logging.getLogger("torch_kda.soak")
@@ -124,11 +125,13 @@ class Soak:
 
     def drain(self) -> None:
         """To the end of all requests; then nobody owns anything but the cache (zero leaks)."""
+        last = self.num_steps + MAX_DRAIN_STEPS
         while self.engine.has_work:
+            assert self.num_steps < last, f"{list(self.traffic.active)} do not end"
             self.step()
         self.num_drains += 1
         scheduler, states = self.engine.scheduler, self.cache.state_pool
-        assert not self.traffic.active, f"{list(self.traffic.active)} never ended"
+        assert not self.traffic.active, f"{list(self.traffic.active)} are gone without an end"
         assert not scheduler.has_work and not scheduler.holdings.announced
         assert not any(node.references for node in self.cache.nodes()), "a unit is still used"
         assert not any(states.pins), f"{states.pins=}"
@@ -182,7 +185,8 @@ class Soak:
                 "dtype": self.setup.model.dtype,
             },
             "engine": {
-                "runs": str(self.runner.captured or "eagerly"),
+                "is_compiled": self.runner.is_compiled,
+                "graphs": self.runner.captured and str(self.runner.captured),
                 "max_num_seqs": self.setup.engine.max_num_seqs,
                 "budget": self.setup.engine.max_num_batched_tokens,
                 "max_model_len": self.setup.model.max_model_len,

@@ -57,10 +57,10 @@ class Setup:
 def make_setup(
     preset: str, *, device: str, seed: int, compiles: bool = False, dtype: str = "auto"
 ) -> Setup:
-    """Pools hold two or three of the longest requests, for up to eight that run at once."""
+    """Pools hold three of the longest requests or so, for four or eight that run at once."""
     rng = Random(seed)
     is_tiny = preset == "tiny"
-    longest, rows = (512, 4) if is_tiny else (4096, 8)
+    longest, rows = (256, 4) if is_tiny else (4096, 8)
     unit = rng.choice((16, 32, 48) if is_tiny else (32, 64, 128))
     block_size = rng.choice([size for size in (16, 32, 64) if unit % size == 0])
     engine = EngineConfig(
@@ -74,8 +74,8 @@ def make_setup(
         kv_block_size=block_size,
         num_prefill_checkpoint_blocks=rng.choice((1, 4, 16)),
         checkpoint_interval=rng.choice((0, 2, 4)) * unit,
-        num_state_slots=2 * rows + rng.randint(rows, 3 * rows),
-        num_kv_blocks=rng.randint(2 * longest, 3 * longest) // block_size,
+        num_state_slots=2 * rows + rng.randint(0, 2 * rows),
+        num_kv_blocks=rng.randint(5 * longest // 2, 7 * longest // 2) // block_size,
         compile=compiles,
         cuda_graphs=compiles and device != "cpu",
         decode_buckets=(2, rows) if compiles else None,
@@ -87,7 +87,7 @@ def make_setup(
         model=engine.resolve(model),
         engine=engine,
         num_waiting=2 * rows,
-        max_new_tokens=4 * unit if is_tiny else 160,
+        max_new_tokens=48 if is_tiny else 160,
     )
 
 
