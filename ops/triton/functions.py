@@ -14,6 +14,17 @@ def sigmoid(x):
 
 
 @triton.jit
+def silu(x):
+    """x * sigmoid(x), for |x| < 8 within a relative error of 1e-6.
+
+    Half the instructions of sigmoid: its division takes five, a root and a square two; `tl.exp`
+    takes four, `tl.exp2` one. Where exp2 is inf, the root is 0.
+    """
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return x * (root * root)
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), with small relative error also where it is small."""
     e = tl.exp(-tl.abs(x))
@@ -49,7 +60,7 @@ def silu_taps(w0, w1, w2, w3, x0, x1, x2, x3):
     y = tl.fma(w1, x1.to(tl.float32), y)
     y = tl.fma(w2, x2.to(tl.float32), y)
     y = tl.fma(w3, x3.to(tl.float32), y)
-    return y * sigmoid(y)
+    return silu(y)
 
 
 @triton.jit

@@ -7,20 +7,19 @@
 import triton
 import triton.language as tl
 
+BLOCK = tl.constexpr(512)  # values of one load
+
 
 @triton.jit
 def first_above(values, count, x):
-    """Index of the first of ascending values that is larger than x; count if there is none.
+    """Index of the first of ascending values that is larger than the number x; count if none is.
 
-    For each of a block x, or for a number.
+    Counts them all: a search has as many loads that wait for each other as count has bits.
     """
-    low, high = 0 * x, 0 * x + count
-    width = count
-    while width > 0:
-        middle = (low + high) // 2
-        is_open = low < high
-        is_above = tl.load(values + middle, mask=is_open, other=0) > x
-        high = tl.where(is_open & is_above, middle, high)
-        low = tl.where(is_open & ~is_above, middle + 1, low)
-        width = width // 2
-    return low
+    index = tl.arange(0, BLOCK)
+    found = tl.zeros((BLOCK,), tl.int32)
+    for base in range(0, count, BLOCK):
+        is_value = base + index < count
+        value = tl.load(values + base + index, mask=is_value, other=0)
+        found += (is_value & (value <= x)).to(tl.int32)
+    return tl.sum(found, axis=0)

@@ -80,12 +80,15 @@ def test_decode(triton: Kernels, device: str, dtype: torch.dtype, gates, H, HV, 
         assert_same(f"slot {slot}", state_pool[slot], case["state_pool"][slot])
 
 
+@pytest.mark.parametrize("block_t", [8, 60])
 @pytest.mark.parametrize(
-    "lengths", [[37], [0, 5, 0, 33, 1, 2, 3, 16], [0, 0]], ids=["one", "many", "empty"]
+    "lengths",
+    [[37], [0, 5, 0, 33, 1, 2, 3, 16], [0, 0], [56, 1, 0, 2, 30]],
+    ids=["one", "many", "empty", "late"],
 )
-def test_conv(triton: Kernels, device: str, dtype: torch.dtype, lengths, nan_memory):
+def test_conv(triton: Kernels, device: str, dtype: torch.dtype, lengths, block_t, nan_memory):
     case = conv_case(lengths, sum(lengths) + 7, 24, dtype=dtype, device=device)
-    tiles = {"block_t": 8, "block_c": 16}
+    tiles = {"block_t": block_t, "block_c": 16}
     op = triton["conv"].causal_conv_prefill
     y, pool = check(op, reference.causal_conv_prefill_ref, case, **tiles)
     expected, expected_pool = run(reference.causal_conv_prefill_ref, to(case, dtype, "cpu"))
@@ -113,6 +116,26 @@ def test_conv_bits(triton: Kernels, device: str, dtype: torch.dtype):
     rest |= {"x": case["x"][23:55], "weight": case["weight"], "conv_pool": pool}
     rest["initial_slots"][0] = case["checkpoint_slots"][1]
     assert_same("resumed", run(op, rest)[0], y[23:55])
+
+
+def test_conv_long_lists(triton: Kernels, device: str, dtype: torch.dtype, monkeypatch):
+    """More starts and exports than one load has; an export below one before it is skipped."""
+    count = 600
+    if device == "cpu":
+        count = 3
+        for name in ("conv", "search"):
+            monkeypatch.setattr(triton[name], "BLOCK", 2)
+    lengths = [0] * count + [1, 70, 0, 3] + [0] * count + [100]
+    case = conv_case(lengths, 180, 24, dtype=dtype, device=device)
+    end = int(case["checkpoint_indptr"][-1])
+    offsets = [16, 64, 48, 64, 96]
+    case["checkpoint_offsets"][end - 5 : end] = torch.tensor(offsets, dtype=torch.int32)
+    slots = case["checkpoint_slots"][end - 5 : end].tolist()
+    op = triton["conv"].causal_conv_prefill
+    _, pool = check(op, reference.causal_conv_prefill_ref, case, block_t=60, block_c=32)
+    for slot, offset in zip(slots, offsets, strict=True):
+        window = case["x"][74 + offset - 3 : 74 + offset]
+        assert_same(f"at {offset}", pool[slot], case["conv_pool"][slot] if offset == 48 else window)
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 20), (7,), (2, 3, 4, 16), (0, 4, 16)], ids=str)
