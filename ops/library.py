@@ -47,6 +47,7 @@ def is_plain(x: Any) -> bool:
         and type(x) is torch.Tensor
         and x.is_cuda
         and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._autograd._profiler_enabled()
     )
 
 

@@ -12,6 +12,7 @@ from torch_kda.ops.library import (
     define_op,
     require,
 )
+from torch_kda.ops.norms import gated_rms_norm
 
 
 def test_check_tensor_binds_letters() -> None:
@@ -105,3 +106,11 @@ def test_define_op() -> None:
     compiled = torch.compile(lambda x: op(x, 3.0) + 1, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), 3 * x + 1)
     torch.library.opcheck(torch.ops.torch_kda.test_scaled.default, (x, 2.0))
+
+
+def test_profiler_sees_our_ops(device: str) -> None:
+    """A plain CUDA call goes past the dispatcher, which is what a profiler listens to."""
+    x = torch.randn(3, 2, 16, device=device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        gated_rms_norm(x, x, torch.ones(16, device=device), eps=1e-5)
+    assert "torch_kda::gated_rms_norm" in {event.key for event in profiler.key_averages()}
