@@ -299,26 +299,35 @@ def test_compile_inductor() -> None:
         assert f"empty_strided_cpu(({shape})" not in source, f"a pool of [{shape}] is copied"
 
 
+def relative_rms(logits: Tensor, expected: Tensor) -> float:
+    return float((logits - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
 @pytest.mark.gpu
-def test_forward_on_gpu() -> None:
-    """bf16 on CUDA against fp32 on a CPU, both segments, one graph with the kernels inside."""
+@pytest.mark.parametrize("seed", range(4))
+def test_forward_on_gpu(seed: int) -> None:
+    """In bf16 our kernels are as near to fp32 as torch's ops are, in both segments of a step."""
     sizes = {"linear_head_dim": 128, "hidden_size": 256, "kv_lora_rank": 512}
     config = model_preset("tiny", **sizes, dtype="bfloat16")
-    exact = Driver(random_model(replace(config, dtype="float32")))
+    exact = Driver(random_model(replace(config, dtype="float32"), seed))
     rows = mixed_rows(exact, (30, 17))
     inputs = exact.buffers.fill(ScheduledBatch(0, tuple(rows)))
-    model = KDAForCausalLM(config, device="cuda")
-    model.random_init(0)
-    pools = Pools(
-        [x.cuda() for x in exact.pools.state],
-        [x.cuda().bfloat16() for x in exact.pools.conv],
-        [x.cuda().bfloat16() for x in exact.pools.kv],
-    )
+
+    def in_bf16(device: str) -> Tensor:
+        model = KDAForCausalLM(config, device=device)
+        model.random_init(seed)
+        pools = Pools(
+            [x.to(device, copy=True) for x in exact.pools.state],
+            [x.to(device, torch.bfloat16) for x in exact.pools.conv],
+            [x.to(device, torch.bfloat16) for x in exact.pools.kv],
+        )
+        there = StepInputs(*(x.to(device) for x in inputs))
+        return run(model, there, pools)[: len(rows)].cpu()
+
+    by_kernels, by_torch = in_bf16("cuda"), in_bf16("cpu")
     expected = run(exact.model, inputs, exact.pools)[: len(rows)]
-    on_gpu = StepInputs(*(x.cuda() for x in inputs))
-    logits = run(model, on_gpu, pools)[: len(rows)].cpu()
-    error = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert error < 0.05, error
+    error, allowed = relative_rms(by_kernels, expected), 2 * relative_rms(by_torch, expected)
+    assert error <= allowed < 0.1, f"{error:.2e}, twice torch's: {allowed:.2e}"
 
 
 @pytest.mark.parametrize(("D", "T"), [(6, 0), (0, 96), (6, 96)])
