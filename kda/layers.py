@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.activations import add, silu_and_mul
 from ..ops.moe import moe
+from ..ops.norms import add_rms_norm, rms_norm
 
 
 def empty_parameter(
@@ -14,15 +16,8 @@ def empty_parameter(
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dim: the root in fp32, the product with the weight in x's dtype."""
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
-
-
 class RMSNorm(nn.Module):
-    """`rms_norm` with its weight."""
+    """The op with its weight."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -30,7 +25,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, eps=self.eps)
+
+    def add(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + change and its norm; None: x is the sum already."""
+        if change is None:
+            return x, self(x)
+        return add_rms_norm(x, change, self.weight, eps=self.eps)
 
 
 class Linear(nn.Module):
@@ -53,8 +54,7 @@ class GatedMLP(nn.Module):
         self.down = Linear(intermediate_size, hidden_size, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(silu_and_mul(self.gate_up(x)))
 
 
 class MoE(nn.Module):
@@ -105,4 +105,4 @@ class MoE(nn.Module):
         if is_real is not None:
             ids = torch.where(is_real[:, None], ids, -1)
         y = moe(x, self.w13, self.w2, ids, weights)
-        return y if self.shared is None else y + self.shared(x)
+        return y if self.shared is None else add(y, self.shared(x))

@@ -10,6 +10,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor, nn
 
+from ..ops.activations import sigmoid_mul
 from ..ops.attention import mla_decode, mla_prefill, mla_store
 from ..ops.conv import causal_conv_prefill
 from ..ops.kda import kda_decode, kda_prefill
@@ -189,7 +190,7 @@ class AttentionMixer(nn.Module):
             )
             outputs.append(o)
         o = _join(outputs).flatten(1)
-        return self.o_proj(o * gate.sigmoid() if gate.shape[-1] > 0 else o)
+        return self.o_proj(sigmoid_mul(o, gate) if gate.shape[-1] > 0 else o)
 
     def _decode(self, q: Tensor, kv_pool: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
         kv_b = rearrange(self.kv_b.weight, "(h d) r -> h d r", h=self.num_heads)

@@ -81,17 +81,19 @@ class KDAForCausalLM(nn.Module):
             plan = kda_plan(inputs.cu_seqlens, num_prefill_tokens)
         is_real = _real_rows(inputs, num_prefill_tokens)
         states, windows, kvs = iter(state_pools), iter(conv_pools), iter(kv_pools)
-        x = F.embedding(inputs.input_ids, self.embed)
+        x, change = F.embedding(inputs.input_ids, self.embed), None
         for block in self.blocks:
             assert isinstance(block, Block)
-            y = block.mixer_norm(x)
+            x, y = block.mixer_norm.add(x, change)
             if isinstance(block.mixer, KDAMixer):
-                x = x + block.mixer(y, inputs, plan, next(states), next(windows))
+                change = block.mixer(y, inputs, plan, next(states), next(windows))
             else:
-                x = x + block.mixer(y, inputs, next(kvs))
-            y = block.mlp_norm(x)
-            x = x + (block.mlp(y, is_real) if isinstance(block.mlp, MoE) else block.mlp(y))
-        return self.lm_head(self.norm(x[inputs.sample_rows])).float()
+                change = block.mixer(y, inputs, next(kvs))
+            x, y = block.mlp_norm.add(x, change)
+            change = block.mlp(y, is_real) if isinstance(block.mlp, MoE) else block.mlp(y)
+        rows = inputs.sample_rows  # picked first: the others are in no sum
+        _, y = self.norm.add(x[rows], None if change is None else change[rows])
+        return self.lm_head(y).float()
 
     @torch.inference_mode()
     def random_init(self, seed: int) -> None:

@@ -308,6 +308,38 @@ def gated_rms_norm_ref(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -
     return (y * _work(weight) * sigmoid(_work(gate))).to(x.dtype)
 
 
+def rms_norm_ref(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """`rms_norm`."""
+    y = _work(x).contiguous()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
+
+
+def add_rms_norm_ref(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm`."""
+    total = (x + residual).contiguous()
+    return total, rms_norm_ref(total, weight, eps=eps)
+
+
+def silu_and_mul_ref(x: Tensor) -> Tensor:
+    """`silu_and_mul`."""
+    gate, up = x.chunk(2, dim=-1)
+    gate = _work(gate)
+    return ((gate / (1 + (-gate).exp())).to(x.dtype) * up).contiguous()
+
+
+def sigmoid_mul_ref(x: Tensor, gate: Tensor) -> Tensor:
+    """`sigmoid_mul`."""
+    return (x * sigmoid(_work(gate)).to(x.dtype)).contiguous()
+
+
+def add_ref(x: Tensor, y: Tensor) -> Tensor:
+    """`add`."""
+    return (x + y).contiguous()
+
+
 def mla_store_ref(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:
     """`mla_store`."""
     _write_slots(kv_pool.flatten(0, 1), slot_mapping, latent)

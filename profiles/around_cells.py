@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import attention, conv, kda, moe, norms, reference
+from ..ops import activations, attention, conv, kda, moe, norms, reference
 
 Inputs = dict[str, Any]
 
@@ -43,6 +43,13 @@ OPS = {
     "kda_decode": Op(kda.kda_decode, reference.kda_decode_ref, 4.5e-3),
     "causal_conv_prefill": Op(conv.causal_conv_prefill, reference.causal_conv_prefill_ref, 3e-3),
     "gated_rms_norm": Op(norms.gated_rms_norm, reference.gated_rms_norm_ref, 3e-3),
+    "rms_norm": Op(norms.rms_norm, reference.rms_norm_ref, 3e-3),
+    "add_rms_norm": Op(
+        lambda **inputs: norms.add_rms_norm(**inputs)[1],
+        lambda **inputs: reference.add_rms_norm_ref(**inputs)[1],
+        4.5e-3,
+    ),
+    "silu_and_mul": Op(activations.silu_and_mul, reference.silu_and_mul_ref, 3e-3),
     "mla_store": Op(attention.mla_store, reference.mla_store_ref, 0.0),
     "mla_decode": Op(attention.mla_decode, reference.mla_decode_ref, 8e-3),
     "mla_prefill": Op(attention.mla_prefill, reference.mla_prefill_ref, 8e-3),
@@ -124,6 +131,30 @@ def norm_cell(T: int, heads: int = HEADS) -> Cell:
         return {"x": x, "gate": gate, "weight": randn(rng, 128), "eps": 1e-5}
 
     return Cell("gated_rms_norm", f"T{T} H{heads}", make, lambda x: 3 * x["x"].nbytes)
+
+
+def row_norm_cell(M: int, *, has_residual: bool = False) -> Cell:
+    """Norm of M rows of the residual stream, or of its sum with what a layer gave."""
+
+    def make(rng: torch.Generator) -> Inputs:
+        rows = {"x": randn(rng, M, HIDDEN)}
+        if has_residual:
+            rows["residual"] = randn(rng, M, HIDDEN)
+        return rows | {"weight": randn(rng, HIDDEN), "eps": 1e-5}
+
+    def num_bytes(x: Inputs) -> float:
+        return (4 if has_residual else 2) * x["x"].nbytes + x["weight"].nbytes
+
+    return Cell("add_rms_norm" if has_residual else "rms_norm", f"M{M}", make, num_bytes)
+
+
+def silu_cell(M: int) -> Cell:
+    """Middle of an expert that all M rows take."""
+
+    def make(rng: torch.Generator) -> Inputs:
+        return {"x": randn(rng, M, 2 * EXPERT_HIDDEN)}
+
+    return Cell("silu_and_mul", f"M{M}", make, lambda x: 1.5 * x["x"].nbytes)
 
 
 def store_cell(M: int) -> Cell:
@@ -221,6 +252,9 @@ CELLS = (
     decode_cell(16, M=4),
     *(conv_cell(T) for T in (512, 1024, 8192)),
     *(norm_cell(T) for T in (512, 8192)),
+    *(row_norm_cell(M) for M in (1, 64, 8192)),
+    row_norm_cell(8192, has_residual=True),
+    silu_cell(8192),
     store_cell(8192),
     *(mla_decode_cell(D, n) for D, n in ((1, 8192), (16, 8192), (64, 8192), (256, 1024))),
     mla_decode_cell(1, MAX_TOKENS),

@@ -1,4 +1,4 @@
-"""The gated norm after the recurrence of prefill."""
+"""The norms: gated, after the recurrence of prefill; and plain ones of whole rows."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportReturnType=false
@@ -12,6 +12,7 @@ from .functions import sigmoid
 
 BLOCK_ROWS = 32  # 8..64 differ by 15 % at most on H200
 NUM_WARPS = 4
+ROW_VALUES = 16  # of a thread, in a norm of a whole row
 
 
 def gated_rms_norm(
@@ -37,6 +38,46 @@ def gated_rms_norm(
         num_warps=num_warps,
     )
     return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, num_warps: int | None = None) -> Tensor:
+    """`ops.norms.rms_norm`, in bf16 or fp32."""
+    out = x.new_empty(x.shape)
+    _norm_rows(x, None, weight, None, out, eps, num_warps)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, num_warps: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`ops.norms.add_rms_norm`, in bf16 or fp32."""
+    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    _norm_rows(x, residual, weight, total, out, eps, num_warps)
+    return total, out
+
+
+def _norm_rows(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    total: Tensor | None,
+    out: Tensor,
+    eps: float,
+    num_warps: int | None,
+) -> None:
+    """A program a row, so that a row's bits don't depend on how many there are."""
+    if out.numel() == 0:
+        return
+    (M, dim), block = x.shape, triton.next_power_of_2(x.shape[1])
+    has_residual = residual is not None
+    _rms_norm_kernel[(M,)](
+        *(x, residual if has_residual else x, weight, total if has_residual else out, out),
+        *(x.stride(0), residual.stride(0) if has_residual else 0, eps),
+        dim=dim,
+        HAS_RESIDUAL=has_residual,
+        BLOCK=block,
+        num_warps=num_warps or min(16, max(1, block // (32 * ROW_VALUES))),
+    )
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
@@ -74,3 +115,34 @@ def _gated_rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(value * value, axis=1) / V + eps)
     value = value * scale[:, None] * w * sigmoid(z)
     tl.store(out + row.to(tl.int64)[:, None] * V + v, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    total,
+    out,
+    x_row,
+    residual_row,
+    eps,
+    dim: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < dim
+    # read before the sum over the row, which it would have to wait for
+    w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_row + column, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        at = residual + row * residual_row + column
+        value += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row * dim + column, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / dim + eps)
+    value = value.to(out.dtype.element_ty).to(tl.float32) * w
+    tl.store(out + row * dim + column, value.to(out.dtype.element_ty), mask=mask)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch_kda.kda.layers import GatedMLP, Linear, MoE, RMSNorm, rms_norm
+from torch_kda.kda.layers import GatedMLP, Linear, MoE, RMSNorm
 from torch_kda.tests.checks import assert_same
 from torch_kda.tests.kda.oracle import SIZES, linear_attn_config
 from transformers import KimiLinearConfig
@@ -27,11 +27,17 @@ def test_rms_norm(dtype: torch.dtype, eps: float) -> None:
     theirs = randomized(hf.KimiLinearRMSNorm(64, eps)).to(dtype)
     ours = RMSNorm(64, eps, dtype=dtype)
     ours.weight.copy_(theirs.weight)
-    x = (torch.randn(5, 3, 64) * torch.logspace(-4, 1, 5)[:, None, None]).to(dtype)
+    x = (torch.randn(5, 3, 64) * torch.logspace(-4, 1, 5)[:, None, None]).to(dtype).flatten(0, 1)
     assert_same("rms_norm", ours(x), theirs(x))
-    row = x[2, 1].float()
+    row = x[7].float()
     wanted = ours.weight * (row / (row.square().mean() + eps).sqrt()).to(dtype)
-    torch.testing.assert_close(rms_norm(x, ours.weight, eps)[2, 1], wanted)
+    torch.testing.assert_close(ours(x)[7], wanted)
+    total, y = ours.add(x, x.flip(0))
+    assert_same("sum", total, x + x.flip(0))
+    assert_same("norm of the sum", y, theirs(x + x.flip(0)))
+    total, y = ours.add(x, None)
+    assert_same("no sum", total, x)
+    assert_same("its norm", y, theirs(x))
 
 
 def test_gated_mlp() -> None:

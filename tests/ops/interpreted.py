@@ -11,7 +11,7 @@ import pytest
 PACKAGE = "torch_kda.ops.triton"
 MODULES = (
     *("functions", "search", "decode", "conv", "norms"),
-    *("latents", "latent_decode", "latent_prefill", "experts"),
+    *("latents", "latent_decode", "latent_prefill", "experts", "activations"),
 )
 
 

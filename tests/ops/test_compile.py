@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
+from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
 from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
 from torch_kda.ops.conv import causal_conv_prefill
 from torch_kda.ops.kda import kda_decode, kda_plan, kda_prefill
 from torch_kda.ops.moe import moe
-from torch_kda.ops.norms import gated_rms_norm
+from torch_kda.ops.norms import add_rms_norm, gated_rms_norm, rms_norm
 from torch_kda.tests.checks import assert_rms, assert_same
 from torch_kda.tests.ops.cases import POOLS, Case, decode_case, ints, prefill_case, sizes
 
@@ -67,6 +68,7 @@ def cases(device: str) -> list[tuple[str, Callable[..., Any], Case]]:
     }
     kv_b = {"kv_b_weight": torch.randn(3 * 14, 16).to(device, dtype), "v_head_dim": 6}
     norm = {"x": x, "gate": x.clone(), "weight": x[0].clone(), "eps": 1e-5}
+    rows = {"x": x, "weight": x[0].clone(), "eps": 1e-5}
     experts = {"x": x, "w13": w13, "w2": w2, "topk_ids": ids, "topk_weights": weights}
     rank = {"kv_lora_rank": 16, "num_tokens_per_row": 8}
     return [
@@ -79,6 +81,11 @@ def cases(device: str) -> list[tuple[str, Callable[..., Any], Case]]:
         ("causal_conv_prefill-csr", causal_conv_prefill, conv(device, csr=True)),
         ("causal_conv_prefill", causal_conv_prefill, conv(device, csr=False)),
         ("gated_rms_norm", gated_rms_norm, norm),
+        ("rms_norm", rms_norm, rows),
+        ("add_rms_norm", add_rms_norm, rows | {"residual": x.flip(0)}),
+        ("silu_and_mul", silu_and_mul, {"x": x}),
+        ("sigmoid_mul", sigmoid_mul, {"x": x, "gate": x.flip(0)}),
+        ("add", add, {"x": x, "y": x.flip(0)}),
         ("moe", moe, experts),
         ("mla_store", mla_store, latent | {"slot_mapping": ints([*range(8), -1], device)}),
         ("mla_decode", mla_decode, mla(device) | rank),
@@ -111,7 +118,9 @@ def test_fullgraph(name: str, device: str) -> None:
     expected = op(**eager)
     out = torch.compile(op, fullgraph=True, backend="aot_eager")(**compiled)
     if expected is not None:
-        assert_same(name, out, expected)
+        tensors = [y if isinstance(y, tuple) else (y,) for y in (out, expected)]
+        for a, b in zip(*tensors, strict=True):
+            assert_same(name, a, b)
     for pool in POOLS:
         if pool in case:
             assert_same(pool, compiled[pool], eager[pool])

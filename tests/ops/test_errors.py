@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
 from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
 from torch_kda.ops.conv import causal_conv_prefill
 from torch_kda.ops.kda import kda_decode, kda_plan, kda_prefill
 from torch_kda.ops.moe import moe
-from torch_kda.ops.norms import gated_rms_norm
+from torch_kda.ops.norms import add_rms_norm, gated_rms_norm, rms_norm
 from torch_kda.tests.ops.cases import Case, decode_case, ints, prefill_case, sizes
 
 OPS: dict[str, Callable[..., Any]] = {
@@ -21,6 +22,11 @@ OPS: dict[str, Callable[..., Any]] = {
     "kda_decode": kda_decode,
     "causal_conv_prefill": causal_conv_prefill,
     "gated_rms_norm": gated_rms_norm,
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "silu_and_mul": silu_and_mul,
+    "sigmoid_mul": sigmoid_mul,
+    "add": add,
     "moe": moe,
     "mla_store": mla_store,
     "mla_decode": mla_decode,
@@ -49,6 +55,16 @@ def good(op: str) -> Case:
             "weight": torch.randn(8),
             "eps": 1e-5,
         },
+        "rms_norm": {"x": torch.randn(4, 8), "weight": torch.randn(8), "eps": 1e-5},
+        "add_rms_norm": {
+            "x": torch.randn(4, 8),
+            "residual": torch.randn(4, 8),
+            "weight": torch.randn(8),
+            "eps": 1e-5,
+        },
+        "silu_and_mul": {"x": torch.randn(4, 8)},
+        "sigmoid_mul": {"x": torch.randn(4, 8), "gate": torch.randn(4, 8)},
+        "add": {"x": torch.randn(4, 8), "y": torch.randn(4, 8)},
         "moe": {
             "x": torch.randn(4, 8),
             "w13": torch.randn(3, 12, 8),
@@ -130,6 +146,10 @@ FOUND_AT = {
     ("causal_conv_prefill", "initial_slots"): "final_slots",
     ("causal_conv_prefill", "checkpoint_offsets"): "checkpoint_slots",
     ("gated_rms_norm", "x"): "gate",
+    ("rms_norm", "x"): "weight",
+    ("add_rms_norm", "x"): "residual",
+    ("sigmoid_mul", "x"): "gate",
+    ("add", "x"): "y",
     ("moe", "x"): "w2",
     ("moe", "w2"): "w13",
     ("moe", "topk_ids"): "topk_weights",
@@ -188,6 +208,9 @@ def test_wrong_device(op: str, name: str) -> None:
         ("kda_decode", {"lower_bound": 1.0}, "lower_bound must be"),
         ("causal_conv_prefill", {"checkpoint_indptr": None}, "checkpoint_indptr, .* together"),
         ("gated_rms_norm", {"eps": 0.0}, "eps must be > 0, got 0.0"),
+        ("rms_norm", {"eps": 0.0}, "eps must be > 0, got 0.0"),
+        ("add_rms_norm", {"eps": -1e-5}, "eps must be > 0, got -1e-05"),
+        ("add_rms_norm", {"residual": torch.randn(3, 8)}, r"residual must be \[M=4, dim=8\]"),
         ("mla_decode", {"kv_lora_rank": 7}, r"kv_lora_rank must be in 1\.\.W=6, got 7"),
         ("mla_decode", {"kv_lora_rank": 0}, "kv_lora_rank must be"),
         ("mla_decode", {"num_tokens_per_row": 0}, "num_tokens_per_row must be >= 1, got 0"),

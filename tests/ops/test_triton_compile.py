@@ -17,6 +17,7 @@ if torch.cuda.is_available():
     pytest.skip("the tests on CUDA compile them for the device", allow_module_level=True)
 
 from torch_kda.ops.triton import (  # noqa: E402
+    activations,
     conv,
     decode,
     experts,
@@ -109,6 +110,12 @@ def run_moe(M: int, few_choices: int) -> None:
     experts.moe(bf16(M, 2304), w13, w2, ids, torch.empty(M, 8), few_choices=few_choices)
 
 
+def run_rms_norm(size: int) -> None:
+    x, weight = bf16(8, size + 64)[:, :size], bf16(size)
+    norms.rms_norm(x, weight, eps=1e-5)
+    norms.add_rms_norm(x, bf16(8, size), weight, eps=1e-5)
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "decode": lambda: run_decode(1, 4, 1, -5.0),
     "decode-drafts": lambda: run_decode(4, 4, 2, None),
@@ -121,6 +128,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "mla_prefill-glm": lambda: run_mla_prefill(256, 0, 256),
     "moe-few": lambda: run_moe(16, 100),
     "moe-many": lambda: run_moe(1100, 0),
+    **{f"rms_norm-{size}": lambda size=size: run_rms_norm(size) for size in (512, 2304, 8192)},
+    "silu_and_mul": lambda: activations.silu_and_mul(bf16(8, 2048)),
+    "sigmoid_mul": lambda: activations.sigmoid_mul(bf16(8, 1536), bf16(8, 3072)[:, 1536:]),
 }
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch_kda.ops import reference
+from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
 from torch_kda.ops.attention import mla_decode, mla_prefill
 from torch_kda.ops.conv import causal_conv_prefill
 from torch_kda.ops.kda import kda_decode
 from torch_kda.ops.moe import moe
-from torch_kda.ops.norms import gated_rms_norm
+from torch_kda.ops.norms import add_rms_norm, gated_rms_norm, rms_norm
 from torch_kda.tests.checks import assert_close_as_torch, assert_rms, assert_same
 from torch_kda.tests.ops.cases import BOUNDS, GATES, POOLS, Case, run, to, truth
 from torch_kda.tests.ops.triton_cases import (
@@ -34,6 +35,22 @@ def norm_case(seed: int) -> Case:
     rng = torch.Generator().manual_seed(seed)
     x, gate = (torch.randn(33, 12, 256, generator=rng).to(**CUDA)[..., :128] for _ in range(2))
     return {"x": x, "gate": gate, "weight": torch.randn(128, generator=rng).to(**CUDA), "eps": 1e-5}
+
+
+def row_case(seed: int, size: int, *names: str) -> Case:
+    """Slices of wider rows, by name."""
+    rng = torch.Generator().manual_seed(seed)
+    wide = {name: torch.randn(33, size + 64, generator=rng).to(**CUDA) for name in names}
+    return {name: x[:, :size] for name, x in wide.items()}
+
+
+def row_norm_case(seed: int, *names: str) -> Case:
+    weight = torch.randn(2304, generator=torch.Generator().manual_seed(seed)).to(**CUDA)
+    return row_case(seed, 2304, *names) | {"weight": weight, "eps": 1e-5}
+
+
+def stacked(**case: Any) -> Tensor:
+    return torch.stack(add_rms_norm(**case))
 
 
 def sequences(seed: int, rows: int, count: int) -> list[int]:
@@ -59,6 +76,11 @@ MAKERS: dict[str, tuple[Callable[..., Any], Callable[[int], Case]]] = {
         lambda s: conv_case(sequences(s, 400, 6), 432, 1536, seed=s, **CUDA),
     ),
     "norm": (gated_rms_norm, norm_case),
+    "rms_norm": (rms_norm, lambda s: row_norm_case(s, "x")),
+    "add_rms_norm": (stacked, lambda s: row_norm_case(s, "x", "residual")),
+    "silu_and_mul": (silu_and_mul, lambda s: row_case(s, 2048, "x")),
+    "sigmoid_mul": (sigmoid_mul, lambda s: row_case(s, 1536, "x", "gate")),
+    "add": (add, lambda s: row_case(s, 2304, "x", "y")),
     "mla_decode": (
         mla_decode,
         lambda s: mla_decode_case([700 + s, 0, 2900 - s, 16, 3 * s + 1], 1, 32, seed=s, **LATENT),
@@ -170,6 +192,33 @@ def test_moe(M: int, nan_memory: None):
     for m in (0, M // 2, M - 1) if M == 16 else ():
         rows = {n: case[n][m : m + 1] for n in ("x", "topk_ids", "topk_weights")}
         assert_same(f"alone {m}", moe(**(case | rows)), y[m : m + 1])
+
+
+@pytest.mark.parametrize("M", [1, 64, 8192])
+def test_a_sum_and_its_norm(M: int, nan_memory: None):
+    """Eager torch's sum, to the bit; a row has the same bits in any number of rows."""
+    x, residual, weight = (torch.randn(*s).to(**CUDA) for s in ((M, 2304), (M, 2304), (2304,)))
+    total, y = add_rms_norm(x, residual, weight, eps=1e-5)
+    assert_same("sum", total, x + residual)
+    assert_same("norm", y, rms_norm(total, weight, eps=1e-5))
+    expected = reference.rms_norm_ref(total, weight, eps=1e-5)
+    # the product of two numbers rounded alike, but where the roots part by an ulp of fp32
+    assert (y != expected).double().mean() < 1e-3
+    alone = add_rms_norm(x[-1:], residual[-1:], weight, eps=1e-5)
+    assert_same("alone", alone[1], y[-1:])
+
+
+@pytest.mark.parametrize("M", [1, 64, 8192])
+def test_activations(M: int, nan_memory: None):
+    """As in eager torch, but for an exp that parts by an ulp of fp32."""
+    x = torch.randn(M, 2048).to(**CUDA)
+    gate, up = x.chunk(2, dim=1)
+    for name, y, expected in (
+        ("silu", silu_and_mul(x), torch.nn.functional.silu(gate) * up),
+        ("sigmoid", sigmoid_mul(up, gate), up * gate.sigmoid()),
+    ):
+        assert (y != expected).double().mean() < 1e-3, name
+        assert_rms(name, y, expected, 1e-4)
 
 
 def test_lengths_do_not_compile():

@@ -257,3 +257,29 @@ def test_mla_store(triton: Kernels, device: str, dtype: torch.dtype):
             expected[place // 16, place % 16] = latent[m]
     triton["latents"].mla_store(latent, pool, slots)
     assert_same("pool", pool, expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 20), (1, 1), (3, 1000), (0, 16)], ids=str)
+def test_row_norms(triton: Kernels, device: str, dtype: torch.dtype, shape, nan_memory):
+    x, residual = (3 * torch.randn(shape).to(device, dtype) for _ in range(2))
+    case = {"x": x, "weight": torch.randn(shape[-1]).to(device, dtype), "eps": 1e-5}
+    norms = triton["norms"]
+    (y,) = check(norms.rms_norm, reference.rms_norm_ref, case)
+    wide = torch.cat([x, residual], dim=-1)
+    assert_same("strided", norms.rms_norm(**(case | {"x": wide[:, : shape[1]]})), y)
+    total, y = norms.add_rms_norm(**case, residual=residual)
+    assert_same("sum", total, x + residual)
+    assert_same("norm of it", y, norms.rms_norm(**(case | {"x": total})))
+    halves = {"x": wide[:, : shape[1]], "residual": wide[:, shape[1] :]}
+    strided = norms.add_rms_norm(**(case | halves))
+    assert_same("strided sum", strided[0], total)
+    assert_same("norm of that", strided[1], y)
+
+
+@pytest.mark.parametrize("shape", [(5, 20), (1, 1), (3, 70), (0, 16)], ids=str)
+def test_activations(triton: Kernels, device: str, dtype: torch.dtype, shape, nan_memory):
+    wide = 3 * torch.randn(shape[0], 2 * shape[1] + 3).to(device, dtype)
+    both, kernels = wide[:, : 2 * shape[1]], triton["activations"]
+    check(kernels.silu_and_mul, reference.silu_and_mul_ref, {"x": both}, block=32)
+    x, gate = both.chunk(2, dim=1)
+    check(kernels.sigmoid_mul, reference.sigmoid_mul_ref, {"x": x, "gate": gate}, block=32)
