@@ -65,7 +65,9 @@ def _norm_rows(
     eps: float,
     num_warps: int | None,
 ) -> None:
-    """A program a row, so that a row's bits don't depend on how many there are."""
+    """A program a row: its bits don't depend on how many there are, nor on the stride between them
+    as long as each starts 16-byte aligned.
+    """
     if out.numel() == 0:
         return
     (M, dim), block = x.shape, triton.next_power_of_2(x.shape[1])
