@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.activations import add, silu_and_mul
-from ..ops.moe import moe
+from ..ops.moe import moe, moe_route
 from ..ops.norms import add_rms_norm, rms_norm
 
 
@@ -90,19 +90,17 @@ class MoE(nn.Module):
             else None
         )
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Chosen experts [M, k] and their weights [M, k] fp32."""
-        scores = self.router(x.float()).sigmoid()
-        ids = (scores + self.choice_bias).topk(self.num_experts_per_token, dim=-1).indices
-        weights = scores.gather(-1, ids)
-        if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return ids, weights * self.scaling_factor
+    def route(self, x: Tensor, is_real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Chosen experts [M, k] int32 and their weights [M, k] fp32."""
+        return moe_route(
+            *(x, self.router.weight, self.choice_bias, self.num_experts_per_token),
+            renormalize=self.renormalize,
+            scaling_factor=self.scaling_factor,
+            is_real=is_real,
+        )
 
     def forward(self, x: Tensor, is_real: Tensor | None = None) -> Tensor:
         """x [M, hidden] to [M, hidden]. Rows that are not real wake no expert; None: all are."""
-        ids, weights = self.route(x)
-        if is_real is not None:
-            ids = torch.where(is_real[:, None], ids, -1)
+        ids, weights = self.route(x, is_real)
         y = moe(x, self.w13, self.w2, ids, weights)
         return y if self.shared is None else add(y, self.shared(x))

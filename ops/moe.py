@@ -1,4 +1,4 @@
-"""The routed experts of a mixture-of-experts layer."""
+"""A mixture-of-experts layer: the choice of experts for each row, and the experts."""
 
 import torch
 from torch import Tensor
@@ -76,4 +76,113 @@ _moe = define_op(
     cpu=reference.moe_ref,
     cuda=_moe_cuda,
     fake=_fake,
+)
+
+
+def moe_route(
+    x: Tensor,
+    weight: Tensor,
+    choice_bias: Tensor,
+    num_choices: int,
+    *,
+    renormalize: bool,
+    scaling_factor: float,
+    is_real: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each row, and their weights: what `moe` takes.
+
+        scores = sigmoid(x weight^T), in fp32
+        ids = the num_choices largest of scores + choice_bias, in falling order
+        weights = scaling_factor * scores[ids]; if renormalize, divided by sum(scores[ids]) + 1e-20
+
+    Of equal experts the lower id comes first. Sums with NaN are the largest, and equal. M rows, dim
+    channels, E experts, k choices a row.
+
+    Args:
+        x: [M, dim] bf16 or fp32, contiguous.
+        weight: [E, dim] fp32, contiguous.
+        choice_bias: [E] fp32, contiguous.
+        num_choices: k, in 1..E.
+        renormalize: Whether the weights of a row sum up to scaling_factor.
+        scaling_factor: Of all weights.
+        is_real: [M] bool, contiguous. Where false the ids are -1. Default: all rows are real.
+
+    Returns:
+        topk_ids: [M, k] int32.
+        topk_weights: [M, k] fp32.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or num_choices is not as above.
+
+    Reference: `ops.reference.moe_route_ref`.
+    """
+    if not is_traced():
+        _check_route(x, weight, choice_bias, num_choices, is_real)
+    return _moe_route(
+        *(x, weight, choice_bias, num_choices),
+        renormalize=renormalize,
+        scaling_factor=scaling_factor,
+        is_real=is_real,
+    )
+
+
+def _check_route(
+    x: Tensor, weight: Tensor, choice_bias: Tensor, num_choices: int, is_real: Tensor | None
+) -> None:
+    op, dims = "moe_route", {}
+    check_tensor(op, "x", x, "M dim", (torch.bfloat16, torch.float32), dims)
+    check_tensor(op, "weight", weight, "E dim", torch.float32, dims)
+    check_tensor(op, "choice_bias", choice_bias, "E", torch.float32, dims)
+    tensors = {"x": x, "weight": weight, "choice_bias": choice_bias}
+    if is_real is not None:
+        check_tensor(op, "is_real", is_real, "M", torch.bool, dims)
+        tensors["is_real"] = is_real
+    for name, tensor in tensors.items():
+        check_inner(op, name, tensor, tensor.ndim)
+    check_device(op, tensors)
+    expected = f"in 1..E={dims['E']}"
+    require(1 <= num_choices <= dims["E"], op, "num_choices", expected, num_choices)
+
+
+def _moe_route_cuda(
+    x: Tensor,
+    weight: Tensor,
+    choice_bias: Tensor,
+    num_choices: int,
+    *,
+    renormalize: bool,
+    scaling_factor: float,
+    is_real: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    from .triton import router
+
+    return router.moe_route(
+        *(x, weight, choice_bias, num_choices),
+        renormalize=renormalize,
+        scaling_factor=scaling_factor,
+        is_real=is_real,
+    )
+
+
+def _fake_route(
+    x: Tensor,
+    weight: Tensor,
+    choice_bias: Tensor,
+    num_choices: int,
+    *,
+    renormalize: bool,
+    scaling_factor: float,
+    is_real: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _check_route(x, weight, choice_bias, num_choices, is_real)
+    ids = x.new_empty(x.shape[0], num_choices, dtype=torch.int32)
+    return ids, torch.empty_like(ids, dtype=torch.float32)
+
+
+_moe_route = define_op(
+    "moe_route(Tensor x, Tensor weight, Tensor choice_bias, SymInt num_choices, *, "
+    "bool renormalize, float scaling_factor, Tensor? is_real=None) -> (Tensor, Tensor)",
+    cpu=reference.moe_route_ref,
+    cuda=_moe_route_cuda,
+    fake=_fake_route,
 )

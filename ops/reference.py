@@ -430,6 +430,28 @@ def moe_ref(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: 
     return out.to(x.dtype)
 
 
+def moe_route_ref(
+    x: Tensor,
+    weight: Tensor,
+    choice_bias: Tensor,
+    num_choices: int,
+    *,
+    renormalize: bool,
+    scaling_factor: float,
+    is_real: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`moe_route`."""
+    scores = sigmoid(_work(x) @ _work(weight).mT)
+    order = (scores + choice_bias).sort(dim=-1, descending=True, stable=True).indices
+    ids = order[:, :num_choices]
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if is_real is not None:
+        ids = torch.where(is_real[:, None], ids, -1)
+    return ids.to(torch.int32, memory_format=torch.contiguous_format), weights * scaling_factor
+
+
 def log_decay(g_raw: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
     """Log decay of each key channel, <= 0: [.., HV, K] raw gates to the same shape."""
     a, x = A_log.exp()[:, None], g_raw + dt_bias

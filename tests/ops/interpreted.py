@@ -12,6 +12,7 @@ PACKAGE = "torch_kda.ops.triton"
 MODULES = (
     *("functions", "search", "decode", "conv", "norms"),
     *("latents", "latent_decode", "latent_prefill", "experts", "activations"),
+    "router",
 )
 
 
@@ -51,6 +52,11 @@ def _interpret_language(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.jit import JITFunction
 
     importlib.import_module("triton.experimental.gluon")  # wants the language as it was
+    # a device function patches the language, and leaves it so: compiling would fail from then on
+    for owner in (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base):
+        for name, value in list(vars(owner).items()):
+            if not name.startswith("__"):
+                monkeypatch.setattr(owner, name, value)
     for name, function in list(vars(tl.standard).items()):
         if isinstance(function, JITFunction):
             interpreted = interpreter.InterpretedFunction(function.fn)

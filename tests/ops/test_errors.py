@@ -12,7 +12,7 @@ from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
 from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
 from torch_kda.ops.conv import causal_conv_prefill
 from torch_kda.ops.kda import kda_decode, kda_plan, kda_prefill
-from torch_kda.ops.moe import moe
+from torch_kda.ops.moe import moe, moe_route
 from torch_kda.ops.norms import add_rms_norm, gated_rms_norm, rms_norm
 from torch_kda.tests.ops.cases import Case, decode_case, ints, prefill_case, sizes
 
@@ -28,6 +28,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "sigmoid_mul": sigmoid_mul,
     "add": add,
     "moe": moe,
+    "moe_route": moe_route,
     "mla_store": mla_store,
     "mla_decode": mla_decode,
     "mla_prefill": mla_prefill,
@@ -71,6 +72,15 @@ def good(op: str) -> Case:
             "w2": torch.randn(3, 8, 6),
             "topk_ids": ints([[0, 1]] * 4),
             "topk_weights": torch.rand(4, 2),
+        },
+        "moe_route": {
+            "x": torch.randn(4, 8),
+            "weight": torch.randn(3, 8),
+            "choice_bias": torch.randn(3),
+            "num_choices": 2,
+            "renormalize": True,
+            "scaling_factor": 2.0,
+            "is_real": torch.ones(4, dtype=torch.bool),
         },
         "mla_store": {
             "latent": torch.randn(4, 6),
@@ -153,6 +163,7 @@ FOUND_AT = {
     ("moe", "x"): "w2",
     ("moe", "w2"): "w13",
     ("moe", "topk_ids"): "topk_weights",
+    ("moe_route", "x"): "weight",
     ("mla_store", "latent"): "kv_pool",
     ("mla_decode", "q"): "kv_pool",
     ("mla_decode", "seq_lens"): "q",
@@ -211,6 +222,8 @@ def test_wrong_device(op: str, name: str) -> None:
         ("rms_norm", {"eps": 0.0}, "eps must be > 0, got 0.0"),
         ("add_rms_norm", {"eps": -1e-5}, "eps must be > 0, got -1e-05"),
         ("add_rms_norm", {"residual": torch.randn(3, 8)}, r"residual must be \[M=4, dim=8\]"),
+        ("moe_route", {"num_choices": 0}, r"num_choices must be in 1\.\.E=3, got 0"),
+        ("moe_route", {"num_choices": 4}, r"num_choices must be in 1\.\.E=3, got 4"),
         ("mla_decode", {"kv_lora_rank": 7}, r"kv_lora_rank must be in 1\.\.W=6, got 7"),
         ("mla_decode", {"kv_lora_rank": 0}, "kv_lora_rank must be"),
         ("mla_decode", {"num_tokens_per_row": 0}, "num_tokens_per_row must be >= 1, got 0"),

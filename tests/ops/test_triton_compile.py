@@ -25,6 +25,7 @@ from torch_kda.ops.triton import (  # noqa: E402
     latent_prefill,
     latents,
     norms,
+    router,
 )
 
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
@@ -116,6 +117,14 @@ def run_rms_norm(size: int) -> None:
     norms.add_rms_norm(x, bf16(8, size), weight, eps=1e-5)
 
 
+def run_moe_route(M: int, dtype: torch.dtype) -> None:
+    x, weight = torch.empty(M, 2304, dtype=dtype), torch.empty(256, 2304)
+    numbers = {"renormalize": True, "scaling_factor": 2.5}
+    router.moe_route(x, weight, torch.empty(256), 8, **numbers)
+    is_real = torch.ones(M, dtype=torch.bool)
+    router.moe_route(x, weight, torch.empty(256), 8, is_real=is_real, **numbers)
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "decode": lambda: run_decode(1, 4, 1, -5.0),
     "decode-drafts": lambda: run_decode(4, 4, 2, None),
@@ -128,6 +137,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "mla_prefill-glm": lambda: run_mla_prefill(256, 0, 256),
     "moe-few": lambda: run_moe(16, 100),
     "moe-many": lambda: run_moe(1100, 0),
+    **{f"moe_route-{M}": lambda M=M: run_moe_route(M, torch.bfloat16) for M in (1, 64, 500, 8192)},
+    "moe_route-fp32": lambda: run_moe_route(500, torch.float32),
     **{f"rms_norm-{size}": lambda size=size: run_rms_norm(size) for size in (512, 2304, 8192)},
     "silu_and_mul": lambda: activations.silu_and_mul(bf16(8, 2048)),
     "sigmoid_mul": lambda: activations.sigmoid_mul(bf16(8, 1536), bf16(8, 3072)[:, 1536:]),
