@@ -54,6 +54,12 @@ OPS = {
     "mla_decode": Op(attention.mla_decode, reference.mla_decode_ref, 8e-3),
     "mla_prefill": Op(attention.mla_prefill, reference.mla_prefill_ref, 8e-3),
     "moe": Op(moe.moe, reference.moe_ref, 8e-3),
+    # weights alone: without a bias a near tie is one of weights too, whoever is chosen
+    "moe_route": Op(
+        lambda **inputs: moe.moe_route(**inputs)[1],
+        lambda **inputs: reference.moe_route_ref(**inputs)[1],
+        1e-6,
+    ),
 }
 POOLS = ("state_pool", "conv_pool", "kv_pool")
 
@@ -245,6 +251,27 @@ def moe_cell(M: int) -> Cell:
     return Cell("moe", f"M{M}", make, num_bytes, 2.0 * M * CHOICES * 3 * HIDDEN * EXPERT_HIDDEN)
 
 
+def route_cell(M: int) -> Cell:
+    """Choice of experts for M rows; its products are counted as the three that bf16 takes."""
+
+    def make(rng: torch.Generator) -> Inputs:
+        weight = randn(rng, EXPERTS, HIDDEN, dtype=torch.float32) / HIDDEN**0.5
+        return {
+            "x": randn(rng, M, HIDDEN),
+            "weight": weight,
+            "choice_bias": torch.zeros(EXPERTS, device=rng.device),
+            "num_choices": CHOICES,
+            "renormalize": True,
+            "scaling_factor": 2.446,
+            "is_real": torch.ones(M, dtype=torch.bool, device=rng.device),
+        }
+
+    def num_bytes(x: Inputs) -> float:
+        return x["x"].nbytes + x["weight"].nbytes + M * CHOICES * 8
+
+    return Cell("moe_route", f"M{M}", make, num_bytes, 3 * 2.0 * M * EXPERTS * HIDDEN)
+
+
 CELLS = (
     *(decode_cell(D) for D in (1, 8, 64, 256)),
     decode_cell(64, lower_bound=None),
@@ -267,4 +294,5 @@ CELLS = (
     mla_prefill_cell("100 after 20K", [100], [20100]),
     mla_prefill_cell("16 x 100", [100] * 16, [100] * 16),
     *(moe_cell(M) for M in (1, 16, 64, 256, 1024, 8192)),
+    *(route_cell(M) for M in (1, 64, 8192)),
 )

@@ -22,6 +22,7 @@ SMALL = {
     "mla_decode": lambda: around_cells.mla_decode_cell(2, 70, heads=2),
     "mla_prefill": lambda: around_cells.mla_prefill_cell("two", [3, 20], [40, 20]),
     "moe": lambda: around_cells.moe_cell(3),
+    "moe_route": lambda: around_cells.route_cell(3),
 }
 
 
