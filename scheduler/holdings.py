@@ -116,10 +116,11 @@ class Holdings:
         states = self.cache.state_pool
         rest = []
         for kept in live.kept:
-            has_retired = kept.step <= step
-            if has_retired and states.status[kept.slot] is SlotStatus.RESERVED:
+            # a step keeps what the one before it wrote, and exports are added when they retire
+            assert kept.step <= step, f"{kept} has not been written after {step=}"
+            if states.status[kept.slot] is SlotStatus.RESERVED:
                 states.mark_written(kept.slot)
-            if has_retired and kept.position <= live.num_proven:
+            if kept.position <= live.num_proven:
                 self._publish_state(live, kept)
             else:
                 rest.append(kept)

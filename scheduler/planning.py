@@ -1,6 +1,7 @@
 """One pass over the requests: who gets tokens, blocks and slots in the next step."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..cache.policy import Kind, replay_boundary
 from ..cache.prefix_cache import Match
@@ -10,7 +11,7 @@ from .chunking import plan_chunk
 from .holdings import Holdings
 from .limits import Limits
 from .live import BlockTable, Flight, KeptState, LiveRequest, SchedulerCounters
-from .queues import Queues
+from .queues import Queues, order_of
 from .request import RequestStatus
 
 
@@ -24,11 +25,21 @@ class _PrefillRow:
     exports: list[KeptState] = field(default_factory=list)
 
 
+class _PassedOver(NamedTuple):
+    """A waiting request that isn't admitted because a step is about to make a deeper hit."""
+
+    live: LiveRequest
+    writer: str
+    key: bytes
+    is_first: bool  # it didn't wait for this writer before
+
+
 class Pass:
     """Plans one step. Requests are looked at in order, so none that has a row is preempted.
 
     Only a request that is later in the order is ever preempted. One that lacks room waits, and
-    those after it take no room before it has it.
+    those after it take no room before it has it. A request that was passed over for a state which
+    then got no slot is looked at again, as if that state had not been announced.
     """
 
     def __init__(
@@ -49,12 +60,14 @@ class Pass:
         self.budget = limits.max_num_batched_tokens
         self.next_waiting = 0  # index of the waiting request to look at
         self.admits = True  # whether a waiting request may still come in
-        self.is_starved = False  # an earlier request lacks room
+        self.starved: tuple[int, int] | None = None  # order of the first one that lacks room
         self.barrier: tuple[int, int] | None = None  # order of the first one preempted here
         self.decode_rows: list[ScheduledRow] = []
         self.decode_lives: list[LiveRequest] = []
         self.prefills: list[_PrefillRow] = []
         self.pinned_slots: list[int] = []
+        self.passed_over: list[_PassedOver] = []
+        self.looks_again = False
 
     def plan(self) -> Flight:
         """The step, not yet in flight; it may have no rows."""
@@ -74,10 +87,12 @@ class Pass:
                 self._plan_decode(live)
             else:
                 self._plan_prefill(live)
-        while self.admits and self.next_waiting < len(waiting):
-            self._try_admit(waiting[self.next_waiting])
-        self._assign_exports()
-        return self._make_flight()
+        while True:
+            while self.admits and self.next_waiting < len(waiting):
+                self._try_admit(waiting[self.next_waiting])
+            self._assign_exports()
+            if not self._look_again():
+                return self._make_flight()
 
     # rows of running requests
 
@@ -203,12 +218,18 @@ class Pass:
 
     def _take_blocks(self, live: LiveRequest, count: int) -> bool:
         blocks = None
-        while not self.is_starved and (blocks := self.cache.allocate_blocks(count)) is None:
-            self.is_starved = not self._preempt_after(live)
+        while not self._is_starved(live) and (blocks := self.cache.allocate_blocks(count)) is None:
+            if not self._preempt_after(live):
+                self.starved = live.order
+                break
         if blocks is None:
             return False
         live.table.extend(blocks)
         return True
+
+    def _is_starved(self, live: LiveRequest) -> bool:
+        """Whether a request before this one lacks room, so that this one takes none."""
+        return self.starved is not None and self.starved < live.order
 
     def _preempt_after(self, live: LiveRequest) -> bool:
         """Preempts the last running request if it is later than `live`; whether that made room."""
@@ -216,7 +237,11 @@ class Pass:
         if self.queues.draining or not running or running[-1].order <= live.order:
             return False  # also: room comes back anyway when steps retire
         victim = running[-1]
-        assert victim.last_step != self.step, "a request that has its row is not preempted"
+        if victim.last_step == self.step:
+            assert self.looks_again, (
+                "who has a row is earlier in the order, or was looked at before"
+            )
+            return False
         if victim.is_decoding:
             self.budget += self.limits.row_tokens
         self.barrier = victim.order
@@ -231,7 +256,7 @@ class Pass:
         """Admits the waiting request, passes it over while its writer runs, or ends admission."""
         self.holdings.extend_keys(live)
         if (
-            self.is_starved
+            self._is_starved(live)
             or self.budget < self.limits.alignment
             or (self.barrier is not None and live.order >= self.barrier)
             or not self._may_fit(live)
@@ -244,7 +269,9 @@ class Pass:
         hit = match.source.depth if match.source else 0
         writer = find_writer(self.holdings.announced, live, hit, max_units)
         if writer is not None:
-            self.counters.deferrals += writer[0] not in live.deferred_to
+            is_first = writer[0] not in live.deferred_to
+            self.passed_over.append(_PassedOver(live, *writer, is_first))
+            self.counters.deferrals += is_first
             live.deferred_to.update([writer])
             self.cache.cancel(match)
             self.next_waiting += 1
@@ -288,8 +315,32 @@ class Pass:
         while not self._has_room(blocks):
             was_full = self._is_full
             if not self._preempt_after(live) and not (was_full and not self._is_full):
-                self.is_starved = True
+                self.starved = live.order
                 return False
+        return True
+
+    def _look_again(self) -> bool:
+        """Whether requests were passed over for states that then got no slot. If so, admission goes
+        on from the first of them, and slots for exports are given out anew.
+        """
+        announced, waiting = self.holdings.announced, self.queues.waiting
+        still = [p for p in self.passed_over if p.live.request.status is RequestStatus.WAITING]
+        in_vain = [passed for passed in still if passed.key not in announced]
+        if not in_vain:
+            return False
+        self.passed_over = [passed for passed in still if passed.key in announced]
+        for passed in in_vain:
+            if passed.is_first:
+                # it may still wait for another state of this writer
+                del passed.live.deferred_to[passed.writer]
+                self.counters.deferrals -= 1
+        for row in self.prefills:
+            row.wanted = [(kept.position, kept.kind) for kept in row.exports]
+            for kept in row.exports:
+                self.cache.state_pool.release(kept.slot)
+            row.exports = []
+        self.next_waiting = waiting.index(min((passed.live for passed in in_vain), key=order_of))
+        self.admits = self.looks_again = True
         return True
 
     def _start(self, live: LiveRequest, match: Match, start: int, end: int) -> None:

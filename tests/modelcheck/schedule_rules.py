@@ -1,6 +1,5 @@
 """What a step may be: rules of the scheduler said again in other words, not called."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch_kda.cache.state_pool import SlotStatus
@@ -40,7 +39,7 @@ def check_schedule(world: "World", before: Before, batch: ScheduledBatch) -> Non
                 left, was_left = -(-(end - row.end) // budget), -(-(end - row.start) // budget)
                 assert left == was_left - 1, f"{row} leaves {left} forwards of {was_left}"
     _check_first_without_row(world, before, batch)
-    _check_waiting(before, lives.values())
+    _check_waiting(world, before)
     if before.has_draining:
         # room comes back when steps retire, so nobody is preempted for it
         assert world.preemptions == before.preemptions
@@ -48,11 +47,15 @@ def check_schedule(world: "World", before: Before, batch: ScheduledBatch) -> Non
         _check_evictions(world, before, batch)
 
 
-def _check_waiting(before: Before, lives: Iterable[LiveRequest]) -> None:
-    """A writer is waited for once, for one state of it."""
-    for live in lives:
+def _check_waiting(world: "World", before: Before) -> None:
+    """A writer is waited for once, for one state of it that a step in flight makes visible."""
+    announced = world.scheduler.holdings.announced
+    for live in world.lives:
         was = before.lives[live.request_id].deferred_to
         assert all(live.deferred_to[writer] == key for writer, key in was.items())
+        if live.request.status is RequestStatus.WAITING:
+            new = [key for writer, key in live.deferred_to.items() if writer not in was]
+            assert all(key in announced for key in new), f"{live.request_id} waits in vain"
 
 
 def _check_evictions(world: "World", before: Before, batch: ScheduledBatch) -> None:
@@ -146,12 +149,28 @@ def _check_row(world: "World", row: ScheduledRow) -> None:
     assert 0 <= row.start < row.end
     if not row.is_decode:
         assert row.start % limits.alignment == 0
+    _check_last_token(world, row, live)
     for slot in row.dst_slots:
         assert states.status[slot] is SlotStatus.RUNNING, f"{slot=} {row}"
     for position, slot in row.exports:
         assert states.status[slot] is SlotStatus.RESERVED, f"{slot=} {row}"
         assert states.position[slot] == position and position % cache.unit == 0, f"{row}"
         assert (position - row.start) % limits.alignment == 0, f"{row}"
+
+
+def _check_last_token(world: "World", row: ScheduledRow, live: LiveRequest) -> None:
+    """The last input token is known, or comes from the request's own row of the step before (I08).
+
+    Tokens alone would rarely tell: most of them are alike.
+    """
+    known = live.token_ids[row.start : row.end]
+    if row.prev_row < 0:
+        assert known and list(known) == list(row.token_ids)[: len(known)], f"{row}"
+        return
+    before = world.in_flight[-2].rows[row.prev_row]
+    assert row.is_decode and not known, f"{row}"
+    assert before.request_id == row.request_id and before.samples, f"{row} after {before}"
+    assert before.end == row.start, f"{row} after {before}"
 
 
 def _check_admission(world: "World", before: Before, row: ScheduledRow, live: LiveRequest) -> None:

@@ -153,6 +153,19 @@ SCOPES = (
         max_disturbances=5,
     ),
     Scope(
+        name="exports given out anew",
+        exports_per_step=2,
+        every=2,
+        budget=10,
+        max_num_seqs=2,
+        requests=(
+            fork(0, 5, 2, priority=1),
+            zeros(7, named=(2,)),
+            fork(4, 3),
+        ),
+        max_disturbances=4,
+    ),
+    Scope(
         name="one state a path",
         path=1,
         every=2,

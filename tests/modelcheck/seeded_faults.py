@@ -20,10 +20,12 @@ VISIBILITY = (
     ),
     Fault(
         "kept states count before their step has retired",
-        HOLDINGS + "publish",
-        "has_retired = kept.step <= step",
-        "has_retired = True",
-        scope="decode states",
+        HOLDINGS + "fork",
+        "self._keep(live, running, position, kind)",
+        "self._keep(live, running, position, kind)\n"
+        "    live.num_proven = max(live.num_proven, position)\n"
+        "    self.publish(live, live.last_step)",
+        scope="two passes",
     ),
     Fault(
         "a failed step's requests leave their running state behind",
@@ -680,7 +682,7 @@ ORDERING = (
         "blocks that a request lacks go to a later one",
         PASS + "_take_blocks",
         "return False",
-        "self.is_starved = False\n        return False",
+        "self.starved = None\n        return False",
         scope="blocks for one",
     ),
     Fault(
@@ -696,6 +698,34 @@ ORDERING = (
         "self.queues.draining or",
         "",
         scope="blocks for one",
+    ),
+    Fault(
+        "a request waits for a state that got no slot",
+        PASS + "_look_again",
+        "if not in_vain:",
+        "if True:",
+        scope="exports given out anew",
+    ),
+    Fault(
+        "waiting in vain counts as having waited",
+        PASS + "_look_again",
+        "if passed.is_first:",
+        "if False:",
+        scope="exports given out anew",
+    ),
+    Fault(
+        "exports that are given out anew leak",
+        PASS + "_look_again",
+        "self.cache.state_pool.release(kept.slot)",
+        "pass",
+        scope="exports given out anew",
+    ),
+    Fault(
+        "a second look preempts who has a row",
+        PASS + "_preempt_after",
+        "    return False\n    if victim.is_decoding",
+        "    pass\n    if victim.is_decoding",
+        scope="exports given out anew",
     ),
     Fault(
         "a writer is waited for again and again",

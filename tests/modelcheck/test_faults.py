@@ -9,12 +9,10 @@ from torch_kda.tests.modelcheck.seeded_faults import FAULTS
 
 # these take some thousand transitions or more
 DEAR = {
-    "kept states count before their step has retired",
     "the running state is keyed though it is not on the grid",
     "DOOMED slot freed though it is read",
     "kept states of a failed step leak",
     "a READY key gets another slot",
-    "last token of the step before taken from another row",
     "the younger of two states with one key stays",
     "somebody is preempted though room is coming back",
 }

@@ -96,6 +96,12 @@ FINDS = [
         "submit schedule commit schedule commit schedule commit schedule commit submit schedule "
         "preempt(1) commit schedule commit",
     ),
+    # a request was passed over for a state that then got no slot
+    (
+        "periodic",
+        "submit abort(0) submit schedule preempt(0) commit evict_kv evict_kv schedule commit "
+        "submit schedule",
+    ),
 ]
 
 

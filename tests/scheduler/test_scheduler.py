@@ -295,6 +295,47 @@ def test_writer_is_waited_for_once():
     bench.run()
 
 
+def test_nobody_waits_for_a_state_that_got_no_slot():
+    """b could go on from 8, but a's share of the step's exports ends with its replay boundary."""
+    bench = make_bench(max_exports_per_step=1, export_every=4, budget=40)
+    submit(bench, "a", prompt_of(13))
+    submit(bench, "b", [*prompt_of(8), *prompt_of(5, seed=7)])
+    batch = bench.schedule()
+    assert [(row.request_id, row.start, row.end) for row in batch.rows] == [
+        ("a", 0, 13),
+        ("b", 0, 13),
+    ]
+    assert exported(batch) == [12]
+    assert bench.scheduler.counters.deferrals == 0
+    bench.commit()
+    bench.run()
+
+
+def test_waits_for_the_next_best_state_that_got_a_slot():
+    """Of a's states at 4 and 8 only the named one is kept: b waits for that, once."""
+    bench = make_bench(max_exports_per_step=2, export_every=4, budget=40)
+    submit(bench, "a", prompt_of(13), checkpoint_positions=(4,))
+    submit(bench, "b", [*prompt_of(8), *prompt_of(5, seed=7)])
+    batch = bench.step()
+    assert names(batch) == ["a"] and exported(batch) == [4, 12]
+    assert [(row.request_id, row.start) for row in bench.step().rows] == [("b", 4)]
+    assert bench.scheduler.counters.deferrals == 1
+    bench.run()
+
+
+def test_second_look_preempts_nobody_who_has_a_row():
+    """b is before the others, and finds all seats taken when it no longer waits for a."""
+    bench = make_bench(max_exports_per_step=1, export_every=4, budget=40, max_num_seqs=2)
+    submit(bench, "later", prompt_of(5, seed=3), 9, priority=1)
+    bench.step()
+    submit(bench, "a", prompt_of(13))
+    submit(bench, "b", [*prompt_of(8), *prompt_of(5, seed=7)])
+    assert names(bench.step()) == ["later", "a"]
+    assert bench.requests["later"].num_preemptions == 0
+    bench.run()
+    assert bench.outputs["later"] == generate(prompt_of(5, seed=3), 9)
+
+
 def test_kv_written_twice_is_stored_once():
     """Two requests that computed the same units side by side share the older blocks then."""
     bench = make_bench(budget=9, max_num_seqs=2, num_slots=12, export_every=0)
