@@ -10,7 +10,7 @@ from torch_kda.kda.config import EngineConfig
 from torch_kda.kda.model import KDAForCausalLM
 from torch_kda.kda.runner import ModelRunner
 from torch_kda.kda.step import StepInputs
-from torch_kda.tests.checks import assert_rms, assert_same
+from torch_kda.tests.checks import assert_same
 from torch_kda.tests.kda.steps import fill_pools, pool_tensors, random_step, small_model
 
 CONFIG = EngineConfig(
@@ -66,7 +66,10 @@ def test_one_compilation_for_each_kind_of_step(model: KDAForCausalLM) -> None:
 
 @pytest.mark.inductor
 def test_inductor_is_eager(model: KDAForCausalLM) -> None:
-    """Logits and every pool are eager's, to rounding; one compilation for each kind of step."""
+    """Logits and pools are eager's, bit by bit: the compiler finds nothing but copies to merge.
+
+    One compilation for each kind of step.
+    """
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
     compiled, eager = Watched(model, CONFIG, backend=counter), Watched(model, EAGER)
@@ -77,7 +80,7 @@ def test_inductor_is_eager(model: KDAForCausalLM) -> None:
         batch = random_step(rng, eager, num_rows=num_rows, lengths=lengths)
         assert compiled.run(batch).token_ids == eager.run(batch).token_ids
         for a, b in zip(compiled.seen, eager.seen, strict=True):
-            assert_rms(f"logits of step {i}", a[: len(batch.rows)], b[: len(batch.rows)], 1e-5)
+            assert_same(f"logits of step {i}", a[: len(batch.rows)], b[: len(batch.rows)])
         for n, (a, b) in enumerate(zip(pool_tensors(compiled), pool_tensors(eager), strict=True)):
-            assert_rms(f"pool {n} after step {i}", a, b, 1e-5)
+            assert_same(f"pool {n} after step {i}", a, b)
     assert counter.frame_count == NUM_KINDS
