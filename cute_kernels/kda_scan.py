@@ -116,8 +116,8 @@ class KdaScanSm90:
 
         if tidx == 0:
             for s in range_constexpr(self.stages):
-                ptx.mbarrier_init(full + 8 * s, 2)  # the record's copy, and v
-                ptx.mbarrier_init(empty + 8 * s, self.warps)
+                ptx.mbarrier_init(full + 8 * s, 1 + 32)  # the record's copy, and v by each lane
+                ptx.mbarrier_init(empty + 8 * s, 32 * self.warps)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -154,7 +154,8 @@ class KdaScanSm90:
         """Brings records into the ring by bulk copy, and each tile's v beside it by cp.async.
 
         A tile's v is waited for `V_LAG` tiles later and then announced like any other write, not by
-        an asynchronous arrival: that one racecheck does not see.
+        an asynchronous arrival: that one racecheck does not see. On both sides of the ring each
+        lane arrives for itself, since ptxas drops the warp barrier that one for all would need.
         """
         lane = cute.arch.lane_idx()
         source = Int64(mRecords.iterator.toint()) + (Int64(tile0) * heads + head) * RECORD_BYTES
@@ -198,10 +199,8 @@ class KdaScanSm90:
                     parity ^= 1
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(V_LAG)
-            cute.arch.sync_warp()
             if i >= V_LAG:
-                if lane == 0:
-                    ptx.mbarrier_arrive(full + 8 * late)
+                ptx.mbarrier_arrive(full + 8 * late)
                 late += 1
                 if late == self.stages:
                     late = Int32(0)
@@ -286,7 +285,6 @@ class KdaScanSm90:
                     end = (due - 1) // TILE + 1
 
                 put(v, 0, ptx.ldmatrix_x4(v_tile, trans=True))
-                cute.arch.sync_warp()  # all lanes have read before one frees the stage
                 if start + 1 < tiles:
                     ptx.mbarrier_wait(full + 8 * ahead, parity)
                 for part in range_constexpr(self.parts):
@@ -344,8 +342,7 @@ class KdaScanSm90:
                     # in the shadow of the projection; the edges keep ptxas from mixing this into
                     # the chain of products: 0.43 us a step without them, 0.35 with
                     ptx.edge(step, full)
-                    if lane == 0:
-                        ptx.mbarrier_arrive(barrier)
+                    ptx.mbarrier_arrive(barrier)
                     self.load_et(et, low * 16 + et_load, self.early, 8)
                     self.stage_out(oacc, o_store)
                     self.decay(state, et)
@@ -360,8 +357,7 @@ class KdaScanSm90:
                     o_out += o_stride * TILE
                 put(state, 0, ptx.wgmma_wait(0, get(state, 0, 64)))
                 put(oacc, 0, ptx.wgmma_wait(0, get(oacc, 0, 8)))
-                if lane == 0:
-                    ptx.mbarrier_arrive(empty + 8 * stage)
+                ptx.mbarrier_arrive(empty + 8 * stage)
                 stage = ahead
                 low += RECORD_BYTES // 16
                 v_tile += self.v_bytes

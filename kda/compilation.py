@@ -11,6 +11,8 @@ import torch
 from einops import rearrange
 from torch import nn
 
+from ..ops.library import OPS
+
 log = logging.getLogger("torch_kda.compilation")
 
 
@@ -25,9 +27,23 @@ def compile_model(model: nn.Module, backend: str | Callable[..., Any] = "inducto
         rearrange(x, "a -> a")
     options = {}
     if backend == "inductor":
+        _introduce_our_ops()
         # fused kernels round where eager does, so that both choose the same tokens
         options["options"] = {"emulate_precision_casts": True}
     return torch.compile(model, fullgraph=True, backend=backend, **options)
+
+
+def _introduce_our_ops() -> None:
+    """Tell Inductor about our ops before it meets them.
+
+    torch 2.11 spells out all that an op it meets depends on, for a line of the log that nobody
+    reads. With two paths through each layer that doubles twice a layer: hours for a few layers.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+
+    for op in OPS:
+        if op not in lowerings:
+            make_fallback(op, tag_to_layout_constraint(torch.Tag.needs_exact_strides))
 
 
 def num_compilations() -> int:

@@ -7,6 +7,8 @@ import torch
 
 # owns every op of ours: they live as long as this object
 LIBRARY = torch.library.Library("torch_kda", "DEF")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+OPS: list[torch._ops.OpOverload] = []  # all that `define_op` has defined
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)  # activations
 INT = torch.int32  # all metadata
@@ -27,12 +29,12 @@ def define_op(
     around the op.
     """
     name = schema.split("(")[0]
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    LIBRARY.define(schema, tags=tags)
+    LIBRARY.define(schema, tags=TAGS)
     LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"torch_kda::{name}", fake, lib=LIBRARY)
     op = getattr(torch.ops.torch_kda, name).default
+    OPS.append(op)
 
     def call(first: Any, *rest: Any, **options: Any) -> Any:
         return (cuda if is_plain(first) else op)(first, *rest, **options)

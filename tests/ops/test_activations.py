@@ -6,6 +6,8 @@ from torch import Tensor
 from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
 from torch_kda.tests.checks import assert_close_as_torch, assert_same
 
+# steps in the dtype: exp, sum, quotient, product; in bf16 all but the last are fp32
+ROUNDINGS = {torch.float32: 4, torch.bfloat16: 1}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 SHAPES = pytest.mark.parametrize("shape", [(0, 16), (1, 1), (37, 20), (3, 1500)], ids=str)
 
@@ -20,7 +22,8 @@ def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype, device: str, n
     gate, up = (3 * torch.randn(shape, device=device).to(dtype) for _ in range(2))
     y = silu_and_mul(torch.cat([gate, up], dim=1))
     true = composed(gate.double(), up.double())
-    assert_close_as_torch("y", y, true, composed(gate, up))
+    by_torch = composed(gate, up)
+    assert_close_as_torch("y", y, true, by_torch, roundings=ROUNDINGS[dtype])
 
 
 @DTYPES
@@ -28,7 +31,8 @@ def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype, device: str, n
 def test_sigmoid_mul(shape: tuple[int, int], dtype: torch.dtype, device: str, nan_memory) -> None:
     x, gate = (3 * torch.randn(shape, device=device).to(dtype) for _ in range(2))
     true = x.double() * gate.double().sigmoid()
-    assert_close_as_torch("y", sigmoid_mul(x, gate), true, x * gate.sigmoid())
+    y, by_torch = sigmoid_mul(x, gate), x * gate.sigmoid()
+    assert_close_as_torch("y", y, true, by_torch, roundings=ROUNDINGS[dtype])
 
 
 @DTYPES
