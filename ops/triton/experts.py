@@ -19,7 +19,9 @@ from .functions import sigmoid
 from .latents import num_processors
 
 FEW_CHOICES = 16  # for each expert on average; up to there faster than a grouped matmul on H200
-FEW_TILE = (16, 64, 128, 4, 3, 2)
+FEW_TILE = (16, 64, 128, 4, 3)
+# as many as its shared memory lets a processor hold: the first product has twice the weights
+FEW_PROGRAMS = {"swiglu": 2, "plain": 3}
 BLOCK = 1024
 ONE_KERNEL_CHOICES = 8192  # routed by one kernel, in which every expert reads all choices
 
@@ -32,9 +34,9 @@ def moe(
     topk_weights: Tensor,
     *,
     few_choices: int = FEW_CHOICES,
-    tile: tuple[int, int, int, int, int, int] = FEW_TILE,
+    tile: tuple[int, int, int, int, int] = FEW_TILE,
 ) -> Tensor:
-    """`ops.moe.moe`; tile: choices, columns, depth, warps, stages, programs on a processor."""
+    """`ops.moe.moe`; tile: choices, columns, depth, warps, stages."""
     (M, dim), E, k = x.shape, w2.shape[0], topk_ids.shape[1]
     y = x.new_empty(M, dim)
     if y.numel() == 0:
@@ -104,7 +106,7 @@ def _few(
     weight: Tensor,
     token: Tensor | None,
     ends: Tensor,
-    tile: tuple[int, int, int, int, int, int],
+    tile: tuple[int, int, int, int, int],
     *,
     is_swiglu: bool,
 ) -> Tensor:
@@ -113,7 +115,8 @@ def _few(
     columns = columns // 2 if is_swiglu else columns
     num_choices = token.shape[0] if token is not None else x.shape[0]
     out = x.new_empty(num_choices, columns)
-    block_m, block_n, block_k, num_warps, num_stages, programs = tile
+    block_m, block_n, block_k, num_warps, num_stages = tile
+    programs = FEW_PROGRAMS["swiglu" if is_swiglu else "plain"]
     _few_kernel[(num_processors(x.device) * programs,)](
         *(x, weight, ends if token is None else token, ends, out, columns, depth),
         E=E,
