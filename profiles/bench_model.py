@@ -34,7 +34,7 @@ from .decode_op import time_kda_decode
 from .floors import Floors, counting_experts
 from .greedy import compare_greedy
 from .model_report import markdown, merge
-from .provenance import first_line
+from .provenance import first_line, head_commit
 from .timing import copy_bytes_per_second, time_calls
 from .workloads import (
     Client,
@@ -349,7 +349,7 @@ class Bench:
             "gpu": torch.cuda.get_device_name() if is_cuda else None,
             "driver": first_line("nvidia-smi", *driver),
             "torch": torch.__version__,
-            "commit": self.options.commit or first_line("git", "rev-parse", "--short", "HEAD"),
+            "commit": self.options.commit or head_commit(),
             "command": self.command,
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "model": config.name,

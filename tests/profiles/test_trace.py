@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from torch_kda.kda.__main__ import app
 from torch_kda.profiles import report
+from torch_kda.profiles.provenance import ROOT
 from torch_kda.profiles.trace import (
+    SUFFIX,
     Event,
     Recording,
     Scenario,
@@ -145,3 +147,21 @@ def test_load_events_file(out: Path) -> None:
 
     with gzip.open(trace(out, "single-pass"), "rt") as file:
         assert json.load(file)["traceEvents"]
+
+
+@pytest.mark.parametrize("kind", ["eager", "replay"])
+@pytest.mark.parametrize("mode", TRACES)
+def test_traces_of_an_h200_show_their_passes(mode: str, kind: str, tmp_path: Path) -> None:
+    """Those in the repository, through TensorBoard's reader: 9 KDA layers in each forward."""
+    from torch_tb_profiler.profiler.data import RunProfileData
+    from torch_tb_profiler.profiler.run_generator import RunGenerator
+
+    path = ROOT / "profiles" / "results" / "traces" / mode / f"{kind}{SUFFIX}"
+    data = RunProfileData.parse(kind, None, str(path), str(tmp_path))
+    assert data.steps_names == [str(i) for i in range(TRACES[mode])]
+    views = {view.name for view in RunGenerator(kind, None, data).generate_run_profile().views}
+    assert views >= {"overall", "kernel", "trace"}
+    events = load_events(path)
+    assert len(forwards(events)) == TRACES[mode]
+    scans = [e for e in device_events(events) if e.name.startswith("kda_scan")]
+    assert len(scans) == 9 * TRACES[mode]

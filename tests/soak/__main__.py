@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch_kda.kda.presets import PRESETS
-from torch_kda.profiles.provenance import first_line, origin
+from torch_kda.profiles.provenance import head_commit, origin
 from torch_kda.tests.soak.run import Soak
 from torch_kda.tests.soak.subject import make_setup
 from torch_kda.tests.soak.witness import INJECTED
@@ -93,7 +93,7 @@ def _origin(options: argparse.Namespace) -> dict[str, Any]:
         "gpu": None,
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,
-        "commit": options.commit or first_line("git", "rev-parse", "--short", "HEAD"),
+        "commit": options.commit or head_commit(),
         "command": " ".join(command),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
