@@ -43,7 +43,7 @@ def missing(text: str, folder: Path = ROOT) -> list[str]:
 
 
 def _has_module(dotted: str) -> bool:
-    """`.room.module` or `.room.module.name`, the name defined at the module's top level."""
+    """`.room.module`, what can be run as one, or `.room.module.name`, defined at its top level."""
     at = ROOT
     for n, part in enumerate(parts := dotted.strip(".").split(".")):
         if (at / part).is_dir():
@@ -53,7 +53,7 @@ def _has_module(dotted: str) -> bool:
             return not rest or rest[0] in _top_names(at / f"{part}.py")
         else:
             return n == len(parts) - 1 and part in _top_names(at / "__init__.py")
-    return (at / "__init__.py").is_file()
+    return any((at / name).is_file() for name in ("__init__.py", "__main__.py"))
 
 
 def _top_names(path: Path) -> set[str]:
