@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,10 +83,11 @@ def demo(
             _say(f"the text has only {available:,} tokens")
         with _progress(NUM_STAGES) as say:
             result = run_demo(text, tokens, device=_one_thread(device), seed=seed, say=say)
-    if as_json:
-        typer.echo(json.dumps(result.as_json()))
-    else:
-        _print_result(result)
+        if as_json:
+            typer.echo(json.dumps(result.as_json()))
+        else:
+            _print_result(result)
+        sys.stdout.flush()  # a full disk shows here, not at the interpreter's end
     _say(_draw(result, picture))
     failures = result.failures()
     for failure in failures:

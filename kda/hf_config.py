@@ -37,6 +37,8 @@ def read_hf_config(config: Mapping[str, Any], *, name: str = "kimi-linear") -> M
             f"config.json: model_type must be 'kimi_linear', got {config.get('model_type')!r}"
         )
     linear = config.get("linear_attn_config") or {}
+    if not isinstance(linear, Mapping):
+        raise ValueError(f"config.json: linear_attn_config must be an object, got {linear!r}")
     config = {**config, **linear}
     _refuse_unbuilt(config)
 
@@ -46,23 +48,26 @@ def read_hf_config(config: Mapping[str, Any], *, name: str = "kimi-linear") -> M
                 return config[key]
         raise ValueError(f"config.json: {' or '.join(keys)} is missing")
 
+    num_layers = get("num_hidden_layers")
+    if type(num_layers) is not int or num_layers < 1:
+        raise ValueError(f"config.json: num_hidden_layers must be 1 or more, got {num_layers!r}")
     eos = config.get("eos_token_id")
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     return ModelConfig(
         name=name,
         vocab_size=get("vocab_size"),
         hidden_size=get("hidden_size"),
-        num_hidden_layers=get("num_hidden_layers"),
-        mla_layers=_mla_layers(config, get("num_hidden_layers")),
+        num_hidden_layers=num_layers,
+        mla_layers=_mla_layers(config, num_layers),
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=get("model_max_length", "max_position_embeddings"),
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         bos_token_id=config.get("bos_token_id"),
         pad_token_id=config.get("pad_token_id"),
         rms_norm_eps=get("rms_norm_eps"),
-        linear_num_heads=linear.get("num_heads") or get("linear_num_heads"),
+        linear_num_heads=linear["num_heads"] if "num_heads" in linear else get("linear_num_heads"),
         # the head_dim beside linear_attn_config belongs to nothing here
-        linear_head_dim=linear.get("head_dim") or get("linear_head_dim"),
+        linear_head_dim=linear["head_dim"] if "head_dim" in linear else get("linear_head_dim"),
         gate_lower_bound=linear.get("gate_lower_bound"),
         use_full_rank_gate=linear.get("use_full_rank_gate", False),
         num_attention_heads=get("num_attention_heads"),
@@ -73,7 +78,7 @@ def read_hf_config(config: Mapping[str, Any], *, name: str = "kimi-linear") -> M
         q_lora_rank=config.get("q_lora_rank"),
         use_mla_output_gate=config.get("mla_use_output_gate", False),
         intermediate_size=get("intermediate_size"),
-        num_dense_layers=_num_dense_layers(config, get("num_hidden_layers")),
+        num_dense_layers=_num_dense_layers(config, num_layers),
         num_experts=get("num_experts", "num_local_experts"),
         num_experts_per_token=get("num_experts_per_token", "num_experts_per_tok"),
         num_shared_experts=get("num_shared_experts", "n_shared_experts"),

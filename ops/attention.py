@@ -9,9 +9,9 @@ from . import reference
 from .library import (
     FLOATS,
     INT,
-    check_cu_seqlens,
     check_device,
     check_inner,
+    check_starts,
     check_tensor,
     define_op,
     is_traced,
@@ -233,7 +233,7 @@ def _mla_decode_cuda(*tensors: Tensor, **sizes: Any) -> Tensor:
 
 
 def _mla_prefill_cpu(*tensors: Tensor, **sizes: Any) -> Tensor:
-    check_cu_seqlens("mla_prefill", tensors[3], tensors[0].shape[0])
+    check_starts("mla_prefill", "cu_seqlens", tensors[3], tensors[0].shape[0])
     return reference.mla_prefill_ref(*tensors, **sizes)
 
 

@@ -10,9 +10,9 @@ from .library import (
     FLOATS,
     INT,
     check_csr,
-    check_cu_seqlens,
     check_device,
     check_inner,
+    check_starts,
     check_tensor,
     define_op,
     is_traced,
@@ -91,7 +91,11 @@ def _check(
 
 
 def _causal_conv_prefill_cpu(x: Tensor, *others: Tensor | None) -> Tensor:
-    check_cu_seqlens("causal_conv_prefill", others[2], x.shape[0])  # pyright: ignore[reportArgumentType]
+    _, _, cu_seqlens, _, _, indptr, _, slots = others
+    assert cu_seqlens is not None
+    check_starts("causal_conv_prefill", "cu_seqlens", cu_seqlens, x.shape[0])
+    if indptr is not None and slots is not None:
+        check_starts("causal_conv_prefill", "checkpoint_indptr", indptr, slots.shape[0])
     return reference.causal_conv_prefill_ref(x, *others)  # pyright: ignore[reportArgumentType]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import reference
 from .kda_checks import check_decode, check_plan, check_prefill, num_tiles, plan_size
-from .library import INT, check_cu_seqlens, define_op, is_traced
+from .library import INT, check_starts, define_op, is_traced
 
 
 def kda_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
@@ -189,7 +189,7 @@ def kda_decode(
 
 
 def _kda_plan_cpu(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    check_cu_seqlens("kda_plan", cu_seqlens, num_tokens)
+    check_starts("kda_plan", "cu_seqlens", cu_seqlens, num_tokens)
     N, C = cu_seqlens.shape[0] - 1, num_tiles(cu_seqlens.shape[0] - 1, num_tokens)
     start, length = cu_seqlens, cu_seqlens.diff()
     tiles = (length + reference.CHUNK - 1) // reference.CHUNK
@@ -225,7 +225,9 @@ def _kda_plan_cuda(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def _kda_prefill_cpu(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
-    check_cu_seqlens("kda_prefill", tensors[8], tensors[0].shape[0])
+    check_starts("kda_prefill", "cu_seqlens", tensors[8], tensors[0].shape[0])
+    if (indptr := tensors[11]) is not None:
+        check_starts("kda_prefill", "checkpoint_indptr", indptr, tensors[13].shape[0])
     return reference.kda_prefill_ref(*tensors, lower_bound=lower_bound, scale=scale)
 
 

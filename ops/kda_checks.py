@@ -76,6 +76,7 @@ def check_prefill(
     if plan is not None:
         dims["P"] = plan_size(dims["N"], dims["T"])
         check_tensor(op, "plan", plan, "P", INT, dims)
+    require(dims["H"] >= 1, op, "q", "[T, H, K] with H >= 1", list(q.shape))
     require(dims["HV"] % dims["H"] == 0, op, "v", f"of HV % H={dims['H']} == 0", dims["HV"])
     rows = {"q": q, "k": k, "v": v, "g_raw": g_raw}
     for name, x in rows.items():

@@ -140,18 +140,18 @@ def check_csr(
     return csr
 
 
-def check_cu_seqlens(op: str, cu_seqlens: torch.Tensor, num_tokens: int) -> None:
-    """Checks the values of cu_seqlens: 0 first, none below the one before, none above T.
+def check_starts(op: str, name: str, starts: torch.Tensor, limit: int) -> None:
+    """Checks the values of cu_seqlens or an indptr: 0 first, none below the one before, or > limit.
 
     For the CPU implementation of an op, which a fake tensor never reaches. On CUDA the values
     would have to be waited for, so there nobody checks them.
     """
     before = 0
-    for n, value in enumerate(cu_seqlens.tolist()):
-        if not (before <= value <= num_tokens) or (n == 0 and value != 0):
-            expected = f"0 first, then never less than the one before or more than T={num_tokens}"
-            got = f"cu_seqlens[{n}] = {value}" + (f" after {before}" if n else "")
-            raise ValueError(f"{op}: cu_seqlens must be {expected}, got {got}")
+    for n, value in enumerate(starts.tolist()):
+        if not (before <= value <= limit) or (n == 0 and value != 0):
+            expected = f"0 first, then never less than the one before or more than {limit}"
+            got = f"{name}[{n}] = {value}" + (f" after {before}" if n else "")
+            raise ValueError(f"{op}: {name} must be {expected}, got {got}")
         before = value
 
 

@@ -239,7 +239,7 @@ def kda_decode_ref(
         return qkv.new_zeros(0, HV * V)
     num_slots = state_pool.shape[0]
     if state_pool.is_cpu:
-        _assert_slots(src_slots.tolist(), dst_slots.tolist(), num_slots, num_own=M)
+        _check_slots("dst_slots", src_slots.tolist(), dst_slots.tolist(), num_slots, num_own=M)
     has_src = (src_slots >= 0) & (src_slots < num_slots)
     src = torch.where(has_src, src_slots, 0).long()
     state, window = state_pool[src], conv_pool[src]
@@ -514,7 +514,8 @@ def _sequences(
         reads, writes = (s if 0 <= s < num_slots else -1 for s in (initial[n], final[n]))
         result.append(_Sequence(cu[n], length, reads, writes, exports))
     writes = [[s.final, *(slot for _, slot in s.exports)] for s in result]
-    _assert_slots([s.initial for s in result], writes, num_slots, num_own=1)
+    names = "final_slots and checkpoint_slots"
+    _check_slots(names, [s.initial for s in result], writes, num_slots, num_own=1)
     return result
 
 
@@ -531,10 +532,15 @@ def _valid_exports(
     return result
 
 
-def _assert_slots(
-    reads: Sequence[int], writes: Sequence[Sequence[int]], num_slots: int, *, num_own: int
+def _check_slots(
+    names: str,
+    reads: Sequence[int],
+    writes: Sequence[Sequence[int]],
+    num_slots: int,
+    *,
+    num_own: int,
 ) -> None:
-    """The scheduler's promise: slots written are distinct, and not read in the same call.
+    """Refuses a call that writes a slot twice, or one that it also reads.
 
     The first `num_own` writes of a sequence may be its own initial slot if nobody else reads that.
     """
@@ -543,10 +549,15 @@ def _assert_slots(
         for i, slot in enumerate(row):
             if not 0 <= slot < num_slots:
                 continue
-            assert slot not in seen, f"slot {slot} is written twice in one call"
+            if slot in seen:
+                raise ValueError(f"{names} must be distinct, but slot {slot} is written twice")
             seen.add(slot)
             is_own = i < num_own and slot == reads[n] and readers[slot] == 1
-            assert is_own or slot not in readers, f"slot {slot} is written by {n} and also read"
+            if slot in readers and not is_own:
+                raise ValueError(
+                    f"{names} must not be read in the same call, but slot {slot} is "
+                    f"written by {n} and also read"
+                )
 
 
 def _tile_rows(

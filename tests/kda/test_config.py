@@ -149,6 +149,9 @@ def test_hf_config_never_guesses_layers() -> None:
     [
         ({"model_type": "llama"}, ValueError, "model_type must be 'kimi_linear', got 'llama'"),
         ({"hidden_size": ...}, ValueError, "hidden_size is missing"),
+        ({"num_hidden_layers": 2.5}, ValueError, "num_hidden_layers must be 1 or more, got 2.5"),
+        ({"num_hidden_layers": None}, ValueError, "num_hidden_layers must be 1 or more, got None"),
+        ({"linear_attn_config": 5}, ValueError, "linear_attn_config must be an object, got 5"),
         ({"num_experts": ...}, ValueError, "num_experts or num_local_experts is missing"),
         ({"tie_word_embeddings": True}, NotImplementedError, "tie_word_embeddings = True"),
         ({"mla_use_nope": False}, NotImplementedError, "mla_use_nope = False"),

@@ -33,6 +33,19 @@ def test_help_is_light():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_demo_on_a_full_disk():
+    command = [sys.executable, "-m", "torch_kda.kda", "demo", "--json", "--tokens", "200"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    assert done.returncode == 2
+    assert done.stderr.rstrip().endswith("torch-kda: [Errno 28] No space left on device")
+    assert "Traceback" not in done.stderr
+
+
 def test_demo_json(tmp_path: Path):
     """In a process of its own: one object on stdout, all else on stderr, a picture drawn."""
     picture = tmp_path / "timeline.png"

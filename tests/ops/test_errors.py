@@ -224,6 +224,11 @@ def test_wrong_device(op: str, name: str) -> None:
         ("add_rms_norm", {"residual": torch.randn(3, 8)}, r"residual must be \[M=4, dim=8\]"),
         ("moe_route", {"num_choices": 0}, r"num_choices must be in 1\.\.E=3, got 0"),
         ("moe_route", {"num_choices": 4}, r"num_choices must be in 1\.\.E=3, got 4"),
+        (
+            "kda_prefill",
+            {name: torch.randn(48, 0, 8) for name in ("q", "k")},
+            r"q must be \[T, H, K\] with H >= 1, got \[48, 0, 8\]",
+        ),
         ("mla_decode", {"kv_lora_rank": 7}, r"kv_lora_rank must be in 1\.\.W=6, got 7"),
         ("mla_decode", {"kv_lora_rank": 0}, "kv_lora_rank must be"),
         ("mla_decode", {"num_tokens_per_row": 0}, "num_tokens_per_row must be >= 1, got 0"),
@@ -256,9 +261,26 @@ def packed(op: str, cu_seqlens: list[int]) -> Case:
 @pytest.mark.parametrize("op", PACKED)
 def test_wrong_cu_seqlens(op: str, cu_seqlens: list[int], got: str) -> None:
     """On a CPU the values are at hand."""
-    expected = "0 first, then never less than the one before or more than T="
+    expected = "0 first, then never less than the one before or more than "
     message = f"cu_seqlens must be {expected}{PACKED[op]}, got {got}"
     refuses(op, packed(op, cu_seqlens), re.escape(message))
+
+
+@pytest.mark.parametrize("op", ["kda_prefill", "causal_conv_prefill"])
+@pytest.mark.parametrize(
+    ("indptr", "got"),
+    [
+        ([1, 1, 2], "checkpoint_indptr[0] = 1"),
+        ([0, 2, 1], "checkpoint_indptr[2] = 1 after 2"),
+        ([0, 1, 9], "checkpoint_indptr[2] = 9 after 1"),
+    ],
+    ids=str,
+)
+def test_wrong_checkpoint_indptr(op: str, indptr: list[int], got: str) -> None:
+    csr = {"checkpoint_offsets": ints([16, 16]), "checkpoint_slots": ints([-1, -1])}
+    case = good(op) | csr | {"checkpoint_indptr": ints(indptr)}
+    expected = "checkpoint_indptr must be 0 first, then never less than the one before or more"
+    refuses(op, case, re.escape(f"{expected} than 2, got {got}"))
 
 
 @pytest.mark.parametrize(

@@ -280,12 +280,12 @@ def test_kda_prefill_forms_agree_in_float64() -> None:
     ],
     ids=lambda value: str(value).replace(" ", "_"),
 )
-def test_kda_prefill_asserts_the_schedulers_promise(
+def test_kda_prefill_refuses_slots_that_clash(
     initial: list[int], final: list[int], checkpoints: list[int], message: str
 ) -> None:
     case = prefill_case([16, 16], **sizes("cpu"))
     slots = {"initial_slots": initial, "final_slots": final, "checkpoint_slots": checkpoints}
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(ValueError, match=message):
         run(kda_prefill, case, **{name: ints(value) for name, value in slots.items()})
 
 

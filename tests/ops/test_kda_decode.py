@@ -201,9 +201,9 @@ def test_kda_decode_ref_is_the_cpu_implementation() -> None:
     ],
     ids=["twice", "of another", "shared"],
 )
-def test_kda_decode_asserts_the_schedulers_promise(
+def test_kda_decode_refuses_slots_that_clash(
     src: list[int], dst: list[list[int]], message: str
 ) -> None:
     case = decode_case(2, 2, **sizes("cpu"))
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(ValueError, match=message):
         run(kda_decode, case, src_slots=ints(src), dst_slots=ints(dst))
