@@ -198,11 +198,11 @@ def test_quieten(monkeypatch: pytest.MonkeyPatch):
     gaps: list[float] = []
     route = MoE.route
 
-    def watched(self: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
+    def watched(self: MoE, x: Tensor, is_real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores = self.router(x.float()).sigmoid()
         best = scores.topk(self.num_experts_per_token + 1).values
         gaps.append(float((best[:, -2] - best[:, -1]).min()))
-        found = route(self, x)
+        found = route(self, x, is_real)
         chosen.append(found[0].sort(-1).values)
         return found
 
