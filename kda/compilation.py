@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from ..ops.library import OPS
+from ..ops.library import OPS, STRIDES
 
 log = logging.getLogger("torch_kda.compilation")
 
@@ -43,7 +43,7 @@ def _introduce_our_ops() -> None:
 
     for op in OPS:
         if op not in lowerings:
-            make_fallback(op, tag_to_layout_constraint(torch.Tag.needs_exact_strides))
+            make_fallback(op, tag_to_layout_constraint(STRIDES))
 
 
 def num_compilations() -> int:

@@ -51,7 +51,8 @@ def causal_conv_prefill(
         y: [T, C] of x's dtype. Rows from cu_seqlens[-1] on are 0.
 
     Raises:
-        ValueError: a shape, dtype, stride or device is not as above; on a CPU also cu_seqlens.
+        ValueError: a shape, dtype, stride or device is not as above; on a CPU also cu_seqlens,
+            checkpoint_indptr or slots that clash.
 
     Reference: `ops.reference.causal_conv_prefill_ref`.
     """

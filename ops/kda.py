@@ -100,7 +100,7 @@ def kda_prefill(
 
     Raises:
         ValueError: a shape, dtype, stride, device or lower_bound is not as above; on a CPU also
-            cu_seqlens.
+            cu_seqlens, checkpoint_indptr or slots that clash.
         NotImplementedError: on CUDA, K or V other than 128, a dtype other than bf16, or more than
             4096 sequences.
 
@@ -173,7 +173,8 @@ def kda_decode(
         out: [D*M, HV*V] of qkv's dtype.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or lower_bound is not as above.
+        ValueError: a shape, dtype, stride, device or lower_bound is not as above; on a CPU also
+            slots that clash.
         NotImplementedError: on CUDA, K or V other than 128, or a dtype other than bf16.
 
     Source: Kimi Linear (arXiv 2510.26692). Reference: `ops.reference.kda_decode_ref`.

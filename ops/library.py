@@ -7,7 +7,7 @@ import torch
 
 # owns every op of ours: they live as long as this object
 LIBRARY = torch.library.Library("torch_kda", "DEF")
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+STRIDES = torch.Tag.needs_exact_strides  # what a compiler must keep of an op's arguments
 OPS: list[torch._ops.OpOverload] = []  # all that `define_op` has defined
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)  # activations
@@ -29,7 +29,7 @@ def define_op(
     around the op.
     """
     name = schema.split("(")[0]
-    LIBRARY.define(schema, tags=TAGS)
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, STRIDES))
     LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"torch_kda::{name}", fake, lib=LIBRARY)

@@ -21,7 +21,7 @@ from .latents import num_processors
 FEW_CHOICES = 16  # for each expert on average; up to there faster than a grouped matmul on H200
 FEW_TILE = (16, 64, 128, 4, 3)
 # as many as its shared memory lets a processor hold: the first product has twice the weights
-FEW_PROGRAMS = {"swiglu": 2, "plain": 3}
+SWIGLU_PROGRAMS, PROGRAMS = 2, 3
 BLOCK = 1024
 ONE_KERNEL_CHOICES = 8192  # routed by one kernel, in which every expert reads all choices
 
@@ -116,7 +116,7 @@ def _few(
     num_choices = token.shape[0] if token is not None else x.shape[0]
     out = x.new_empty(num_choices, columns)
     block_m, block_n, block_k, num_warps, num_stages = tile
-    programs = FEW_PROGRAMS["swiglu" if is_swiglu else "plain"]
+    programs = SWIGLU_PROGRAMS if is_swiglu else PROGRAMS
     _few_kernel[(num_processors(x.device) * programs,)](
         *(x, weight, ends if token is None else token, ends, out, columns, depth),
         E=E,

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .functions import sigmoid
+
 
 class Tile(NamedTuple):
     """What a program of the logits kernel computes."""
@@ -171,7 +173,7 @@ def _choose_kernel(
     logit = tl.full((BLOCK_E,), 0.0, tl.float32)
     for part in tl.static_range(PARTS):
         logit += tl.load(logits + (part * M + row) * E + e, mask=is_expert, other=0.0)
-    score = 1.0 / (1.0 + tl.exp(-logit))
+    score = sigmoid(logit)
     bits = score.to(tl.int32, bitcast=True)
     left = _ordered(score + tl.load(choice_bias + e, mask=is_expert, other=0.0))
     left = tl.where(is_expert, left, -0x80000000)
