@@ -1,5 +1,6 @@
 """One step in numbers: what the scheduler decided and all that the runner needs to know."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,8 +41,8 @@ class ScheduledBatch:
 
     @property
     def num_decode_rows(self) -> int:
-        return sum(row.is_decode for row in self.rows)
+        return bisect_left(self.rows, True, key=lambda row: not row.is_decode)
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum(row.end - row.start for row in self.rows if not row.is_decode)
+        return sum(row.end - row.start for row in self.rows[self.num_decode_rows :])

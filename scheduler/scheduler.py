@@ -1,6 +1,7 @@
 """Requests go in, steps come out, and what a step wrote becomes visible when it is committed."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from ..cache.hashing import Extras
 from ..cache.prefix_cache import PrefixCache
@@ -12,6 +13,10 @@ from .live import Flight, LiveRequest, SchedulerCounters
 from .planning import Pass
 from .queues import Queues
 from .request import Request, RequestOutput, RequestStatus
+
+# both for the sake of every row of every step: see planning.py
+_make_output = partial(tuple.__new__, RequestOutput)
+_RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
 
 
 class Scheduler:
@@ -185,11 +190,13 @@ class Scheduler:
         _check_tokens(batch, tokens)
         self.holdings.retire(flight)
         outputs: list[RequestOutput] = []
-        for index, live in enumerate(flight.requests):
+        for index, (row, live, new) in enumerate(
+            zip(batch.rows, flight.requests, tokens, strict=True)
+        ):
             if live.is_discarded:
                 self._drop_row(flight, index)
                 continue
-            self._commit_row(flight, index, tokens[index], outputs)
+            self._commit_row(flight, index, row, live, new, outputs)
             if drafts and live.request.status is RequestStatus.RUNNING:
                 live.drafts = tuple(drafts[index][: self.limits.num_speculative_tokens])
         return outputs
@@ -237,36 +244,48 @@ class Scheduler:
         return flights[0]
 
     def _commit_row(
-        self, flight: Flight, index: int, new: Sequence[int], outputs: list[RequestOutput]
+        self,
+        flight: Flight,
+        index: int,
+        row: ScheduledRow,
+        live: LiveRequest,
+        new: Sequence[int],
+        outputs: list[RequestOutput],
     ) -> None:
-        row, live = flight.batch.rows[index], flight.requests[index]
         request, exports = live.request, flight.exports[index]
         live.num_in_flight -= 1
         reason = None
         if row.samples:
             live.num_pending -= 1
-            if request.status is not RequestStatus.FINISHED:
-                new, reason = _cut(new, live)
-                outputs.append(RequestOutput(row.request_id, tuple(new), reason))
+            if request.status is not _FINISHED:
+                room = live.limit - len(live.token_ids)
+                if len(new) >= room or not live.stop_ids.isdisjoint(new):
+                    new, reason = _cut(new, room, live)
+                outputs.append(_make_output((request.request_id, tuple(new), reason, None)))
             live.token_ids.extend(new)
         if row.is_decode:
-            end = known = row.start + len(new)
-            self.counters.decode_tokens += len(new)
+            num_tokens = len(new)
+            end = known = row.start + num_tokens
+            self.counters.decode_tokens += num_tokens
             if self.limits.num_speculative_tokens:
-                self._choose_slot(row, live, len(new))
+                self._choose_slot(row, live, num_tokens)
         else:
             end, known = row.end, live.prefill_end
             self.counters.prefill_tokens += end - row.start
         request.num_computed_tokens = end
         # KV of draft layers is complete where the tokens that it looks ahead to were known
-        live.num_proven = max(live.num_proven, min(end, known - self.cache.lookahead))
+        proven = known - self.cache.lookahead
+        if proven > end:
+            proven = end
+        if proven > live.num_proven:
+            live.num_proven = proven
         if exports:
             self.counters.exports += len(exports)
             live.kept.extend(exports)
         self.holdings.publish(live, flight.batch.step)
         if reason is not None:
             self.queues.finish(live, is_discarded=True)
-        elif not live.num_in_flight and request.status is not RequestStatus.RUNNING:
+        elif not live.num_in_flight and request.status is not _RUNNING:
             self.queues.settle(live)
 
     def _choose_slot(self, row: ScheduledRow, live: LiveRequest, num_tokens: int) -> None:
@@ -316,9 +335,9 @@ def _check_tokens(batch: ScheduledBatch, tokens: Sequence[Sequence[int]]) -> Non
             f"commit: tokens must have one entry for each of {len(batch.rows)} rows, "
             f"got {len(tokens)}"
         )
+    if list(map(len, tokens)) == [row.samples for row in batch.rows]:
+        return
     for row, new in zip(batch.rows, tokens, strict=True):
-        if row.samples and len(new) == 1:
-            continue
         least = int(row.samples)
         most = row.end - row.start if row.is_decode else least
         if not least <= len(new) <= most:
@@ -328,12 +347,9 @@ def _check_tokens(batch: ScheduledBatch, tokens: Sequence[Sequence[int]]) -> Non
             )
 
 
-def _cut(new: Sequence[int], live: LiveRequest) -> tuple[Sequence[int], str | None]:
+def _cut(new: Sequence[int], room: int, live: LiveRequest) -> tuple[Sequence[int], str]:
     """The new tokens up to where the request ends, and why it does."""
-    room = live.limit - len(live.token_ids)
-    for count, token in enumerate(new, 1):
+    for count, token in enumerate(new[:room], 1):
         if token in live.stop_ids:
             return new[:count], "stop"
-        if count == room:
-            return new[:count], "length"
-    return new, None
+    return new[:room], "length"
