@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import compress
+from operator import is_not
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -140,21 +142,23 @@ class StepBuffers:
         T = _round_up(tokens, TOKEN_ALIGNMENT) if num_prefill_tokens is None else num_prefill_tokens
         self._assert_fits(num_decode, tokens, len(prefill), D, T)
         layout = self._layout(D, T)
-        host, arrays = self._hosts[self._turn], layout.arrays[self._turn]
+        host, (packed, arrays, paddings) = self._hosts[self._turn], layout.hosts[self._turn]
         self._turn = (self._turn + 1) % len(self._hosts)
         if host.copied is not None:
             host.copied.synchronize()
-        for name, padding in _PADDING.items():
-            arrays[name].fill(padding)
-        table = host.write_blocks(0, D, [row.block_table for row in decode])
-        if self.row_tokens == 1:
-            self._fill_decode(arrays, decode, table)
+        for array, padding in paddings:
+            array.fill(padding)
+        if not decode:
+            host.write_blocks(0, D, ())
+        elif self.row_tokens == 1:
+            self._fill_decode(host, arrays, decode, D)
         else:
-            self._fill_drafts(arrays, decode, table)
-        self._fill_prefill(host, arrays, prefill, D, num_decode)
+            self._fill_drafts(host, arrays, decode, D)
+        # without prefill tokens there are no sequences, and both prefix sums are their first 0
+        if T > 0:
+            self._fill_prefill(host, arrays, prefill, D, num_decode)
         if host.copied is not None:
-            end = layout.end
-            self._device[:end].copy_(host.packed[:end], non_blocking=True)
+            layout.packed.copy_(packed, non_blocking=True)
             host.copied.record()
         self.prev_rows = layout.prev_rows
         return layout.inputs
@@ -209,11 +213,9 @@ class StepBuffers:
             views = {name: self._view(self._device, name)[:size] for name, size in sizes.items()}
             end = self._offsets["block_table"] + views["block_table"].numel()
             prev_rows = views.pop("prev_rows")
-            arrays = [
-                {name: host.arrays[name][:size] for name, size in sizes.items()}
-                for host in self._hosts
-            ]
-            self._layouts[D, T] = _Layout(StepInputs(**views), prev_rows, end, arrays)
+            hosts = [_host_layout(host, sizes, end) for host in self._hosts]
+            packed = self._device[:end]
+            self._layouts[D, T] = _Layout(StepInputs(**views), prev_rows, packed, hosts)
         return self._layouts[D, T]
 
     def _assert_fits(self, num_decode: int, tokens: int, num_prefill: int, D: int, T: int) -> None:
@@ -225,22 +227,20 @@ class StepBuffers:
         assert num_prefill <= self.max_prefill_rows, f"{num_prefill=} {self.max_prefill_rows=}"
 
     def _fill_decode(
-        self, arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], table: np.ndarray
+        self, host: "_Host", arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], D: int
     ) -> None:
         """Rows of one token each, in few calls: this runs between two steps of the device."""
         n = len(rows)
-        if n == 0:
-            return
-        values = [
-            (r.start, r.kv_start, r.src_slot, r.dst_slots[0], r.token_ids[0], r.prev_row)
-            for r in rows
-        ]
-        starts, kv_starts, src, dst, ids, prev = np.array(values, dtype=np.int32).T
-        arrays["decode_src_slots"][:n] = src
-        arrays["decode_dst_slots"][:n, 0] = dst
-        arrays["input_ids"][:n] = ids
-        arrays["prev_rows"][:n] = prev
-        arrays["seq_lens"][:n] = starts + 1
+        # each field of all rows
+        columns: Any = ScheduledRow._make(zip(*rows, strict=True))
+        table = host.write_blocks(0, D, columns.block_table)
+        starts = np.array(columns.start, dtype=np.int32)
+        kv_starts = np.array(columns.kv_start, dtype=np.int32)
+        arrays["decode_src_slots"][:n] = columns.src_slot
+        arrays["decode_dst_slots"][:n, 0] = [slot for (slot,) in columns.dst_slots]
+        arrays["input_ids"][:n] = [token for (token,) in columns.token_ids]
+        arrays["prev_rows"][:n] = columns.prev_row
+        arrays["seq_lens"][:n] = columns.end
         every = self._positions[:n]
         arrays["sample_rows"][:n] = every
         blocks, offsets = np.divmod(starts, self.block_size)
@@ -248,12 +248,11 @@ class StepBuffers:
         arrays["slot_mapping"][:n] = np.where(starts >= kv_starts, places, -1)
 
     def _fill_drafts(
-        self, arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], table: np.ndarray
+        self, host: "_Host", arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], D: int
     ) -> None:
         """Rows of 1 + K tokens, of which the last ones may be missing."""
         n, M = len(rows), self.row_tokens
-        if n == 0:
-            return
+        table = host.write_blocks(0, D, [row.block_table for row in rows])
         starts = np.array([row.start for row in rows])
         arrays["decode_src_slots"][:n] = [row.src_slot for row in rows]
         arrays["seq_lens"][:n] = starts + M
@@ -334,8 +333,16 @@ class _Layout(NamedTuple):
 
     inputs: StepInputs
     prev_rows: torch.Tensor  # [D * (1 + K) + T] int32; see StepBuffers.prev_rows
-    end: int  # packed elements that a step of this layout reads
-    arrays: list[dict[str, np.ndarray]]  # the same tensors on the host, in each of its buffers
+    packed: torch.Tensor  # all that a step of this layout reads
+    hosts: list["_HostLayout"]  # the same on the host, in each of its buffers
+
+
+class _HostLayout(NamedTuple):
+    """The memory of one (D, T) in one host buffer."""
+
+    packed: torch.Tensor
+    arrays: dict[str, np.ndarray]  # the tensors in it
+    paddings: list[tuple[np.ndarray, int]]  # those of _PADDING that are not empty
 
 
 @dataclass(slots=True)
@@ -360,11 +367,10 @@ class _Host:
         arrays of ints are copied as memory, lists element by element.
         """
         table, count = self.arrays["block_table"], len(block_tables)
-        for i in range(first, end):
-            blocks = block_tables[i - first] if i - first < count else ()
-            known = self.tables[i]
-            if blocks is known:
-                continue
+        wanted = [*block_tables, *[()] * (end - first - count)]
+        changed = map(is_not, wanted, self.tables[first:end])
+        for i in compress(range(first, end), changed):
+            blocks, known = wanted[i - first], self.tables[i]
             size = len(blocks)
             if size > 0:
                 table[i, :size] = blocks
@@ -372,6 +378,12 @@ class _Host:
                 table[i, size : len(known)] = 0
             self.tables[i] = blocks
         return table[first : first + count]
+
+
+def _host_layout(host: _Host, sizes: dict[str, int], end: int) -> _HostLayout:
+    arrays = {name: host.arrays[name][:size] for name, size in sizes.items()}
+    paddings = [(arrays[name], padding) for name, padding in _PADDING.items() if arrays[name].size]
+    return _HostLayout(host.packed[:end], arrays, paddings)
 
 
 def _round_up(value: int, multiple: int) -> int:
