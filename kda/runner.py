@@ -28,6 +28,9 @@ NUM_IN_FLIGHT = 2  # steps launched and not finished, at most
 GREEDY = SamplingParams(temperature=0)
 DRAWING = ("temperature", "keys")  # what a draw without filters reads
 
+Reported = tuple[Tensor | None, Tensor | None, Tensor | None]  # Sampled's, but for its tokens
+NOT_ASKED: Reported = (None, None, None)
+
 log = logging.getLogger("torch_kda.runner")
 
 
@@ -134,12 +137,14 @@ class ModelRunner:
         self.buffers.fill(batch, *shape)
         if self.graphs and recorded:
             self.graphs.replay(recorded)
-            logits = self._logits[: self._num_logits(shape)]
+            logits = self._logits
         else:
             takes = any(row.prev_row >= 0 for row in rows)
             logits = self._step(shape, takes_tokens=takes)
-        drawn = self._draw_others(rows, logits)
-        return self._copy_out(batch, drawn)
+        reported = NOT_ASKED
+        if not _all_take_argmax(rows):
+            reported = self._draw_others(rows, logits[: self._num_logits(shape)])
+        return self._copy_out(batch, reported)
 
     def finish(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and read its tokens."""
@@ -147,7 +152,7 @@ class ModelRunner:
             launched.copied.synchronize()
         rows = launched.batch.rows
         ids = launched.host.token_ids.tolist()
-        tokens = [[ids[i]] if row.samples else [] for i, row in enumerate(rows)]
+        tokens = [(token,) if row.samples else () for token, row in zip(ids, rows, strict=True)]
         return StepResult(tokens, _logprobs(launched))
 
     @contextmanager
@@ -176,11 +181,9 @@ class ModelRunner:
         torch.argmax(logits, dim=-1, out=self.tokens[: logits.shape[0]])
         return logits
 
-    def _draw_others(self, rows: Sequence[ScheduledRow], logits: Tensor) -> Sampled:
+    def _draw_others(self, rows: Sequence[ScheduledRow], logits: Tensor) -> Reported:
         """Tokens of rows that are not greedy, and log probabilities where they are asked for."""
         params = [row.sampling if row.samples else GREEDY for row in rows]
-        if all(p.temperature == 0 and p.logprobs is None for p in params):
-            return Sampled(self.tokens[: len(rows)], None, None, None)
         indices = [row.sample_index for row in rows]
         packed = SamplingRows.pack(params, indices, logits.shape[0], self.device)
         is_plain = not packed.is_filtered and packed.num_logprobs is None
@@ -188,19 +191,19 @@ class ModelRunner:
             for name in DRAWING:
                 getattr(self._drawing, name)[: len(logits)].copy_(getattr(packed, name))
             self.graphs.draw(len(logits))
-            return Sampled(self.tokens[: len(rows)], None, None, None)
+            return NOT_ASKED
         drawn = sample(logits, packed)
         self.tokens[: len(logits)].copy_(drawn.token_ids)
-        return drawn
+        return drawn.logprobs, drawn.top_ids, drawn.top_logprobs
 
-    def _copy_out(self, batch: ScheduledBatch, drawn: Sampled) -> LaunchedStep:
+    def _copy_out(self, batch: ScheduledBatch, reported: Reported) -> LaunchedStep:
         count = len(batch.rows)
         host = self._hosts[self._turn][:count]
         self._turn = (self._turn + 1) % len(self._hosts)
         host.copy_(self.tokens[:count], non_blocking=True)
         if self.device.type != "cuda":
-            return LaunchedStep(batch, drawn._replace(token_ids=host), None)
-        rest = (x if x is None else _to_host(x) for x in drawn[1:])
+            return LaunchedStep(batch, Sampled(host, *reported), None)
+        rest = (x if x is None else _to_host(x) for x in reported)
         copied = torch.cuda.Event()
         copied.record()
         return LaunchedStep(batch, Sampled(host, *rest), copied)
@@ -314,22 +317,29 @@ def _load_kernels(model: KDAForCausalLM, device: torch.device) -> None:
     prepare(device, (gate,))
 
 
+def _all_take_argmax(rows: Sequence[ScheduledRow]) -> bool:
+    """Whether the greedy tokens are all that these rows want."""
+    for row in rows:
+        sampling = row.sampling
+        if row.samples and (sampling.temperature > 0 or sampling.logprobs is not None):
+            return False
+    return True
+
+
 def _to_host(x: Tensor) -> Tensor:
     # torch allocates pinned memory for this, so the copy really is asynchronous
     return x.to("cpu", non_blocking=True)
 
 
-def _logprobs(launched: LaunchedStep) -> list[list[TokenLogprobs]]:
+def _logprobs(launched: LaunchedStep) -> Sequence[Sequence[TokenLogprobs]]:
     rows, host = launched.batch.rows, launched.host
+    found: list[Sequence[TokenLogprobs]] = [()] * len(rows)
     if host.logprobs is None or host.top_ids is None or host.top_logprobs is None:
-        return [[] for _ in rows]
+        return found
     own, ids, values = host.logprobs.tolist(), host.top_ids.tolist(), host.top_logprobs.tolist()
-    found: list[list[TokenLogprobs]] = []
     for i, row in enumerate(rows):
         count = row.sampling.logprobs
-        if not row.samples or count is None:
-            found.append([])
-            continue
-        top = tuple(zip(ids[i][:count], values[i][:count], strict=True))
-        found.append([TokenLogprobs(own[i], top)])
+        if row.samples and count is not None:
+            top = tuple(zip(ids[i][:count], values[i][:count], strict=True))
+            found[i] = (TokenLogprobs(own[i], top),)
     return found

@@ -80,6 +80,8 @@ class Bench:
         updates: dict[str, list[RequestUpdate]] = {}
         while self.engine.has_work:
             for update in self.engine.step():
+                # it is made without its constructor
+                assert len(update) == len(RequestUpdate._fields)
                 updates.setdefault(update.request_id, []).append(update)
         self.engine.scheduler.check_integrity()
         return updates

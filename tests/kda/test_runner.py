@@ -123,7 +123,7 @@ def test_run_mixed(runner: ModelRunner):
         row(other, 0, 40, -1, 2, 16),
         row(other, 0, 32, -1, 3, 24, samples=False),
     )
-    assert done.token_ids == [[alone[0][1]], alone[1], []]
+    assert [list(ids) for ids in done.token_ids] == [[alone[0][1]], alone[1], []]
     assert [len(found) for found in done.logprobs] == [1, 0, 0]
     best = done.logprobs[0][0]
     assert best.top[0] == (alone[0][1], best.logprob)
