@@ -33,6 +33,8 @@ class OutputText:
         return piece + held
 
     def _release(self, new: str) -> str:
+        if not self._stop:
+            return new
         if self.is_stopped:
             return ""
         text = self._held + new

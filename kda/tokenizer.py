@@ -32,6 +32,7 @@ class Tokenizer:
         self._special_ids = frozenset(
             index for index, token in rust.get_added_tokens_decoder().items() if token.special
         )
+        self._bytes: dict[int, bytes] = {}  # of the tokens that were asked for
         self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(rust.to_str())["decoder"])
 
     @classmethod
@@ -85,6 +86,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token of a byte-level vocabulary; empty for special and unknown ids."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._read_bytes(token_id)
+        return found
+
+    def _read_bytes(self, token_id: int) -> bytes:
         token = self._rust.id_to_token(token_id)
         if token is None or token_id in self._special_ids:
             return b""
