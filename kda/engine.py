@@ -5,7 +5,6 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +33,13 @@ class RequestUpdate(NamedTuple):
 
 
 # a named tuple's own constructor takes twice as long
-_make_update = partial(tuple.__new__, RequestUpdate)
+_new = tuple.__new__
 
 
 @dataclass(slots=True)
 class _Running:
     request: Request
-    text: OutputText
+    text: OutputText | None  # None: there is no tokenizer
 
 
 class _Flight(NamedTuple):
@@ -163,7 +162,8 @@ class Engine:
             cache_salt=cache_salt if self.shares_prefixes else f"private {self._num_submitted}",
         )
         self.scheduler.enqueue(request)
-        self._running[request_id] = _Running(request, OutputText(self.tokenizer, sampling.stop))
+        text = OutputText(self.tokenizer, sampling.stop) if self.tokenizer else None
+        self._running[request_id] = _Running(request, text)
         self._num_submitted += 1
         return request_id
 
@@ -234,18 +234,21 @@ class Engine:
     ) -> RequestUpdate:
         request_id, token_ids, reason, error = output
         running = self._running[request_id]
-        text = running.text.push(token_ids)
-        if running.text.is_stopped:
-            if reason is None:
-                self.scheduler.finish(request_id, "stop")
-            reason = "stop"
-        elif reason is not None:
-            text += running.text.finish()
+        text = ""
+        if running.text is not None:
+            text = running.text.push(token_ids)
+            if running.text.is_stopped:
+                if reason is None:
+                    self.scheduler.finish(request_id, "stop")
+                reason = "stop"
+            elif reason is not None:
+                text += running.text.finish()
         if reason is not None:
             del self._running[request_id]
         cached = running.request.num_cached_tokens
         logprobs = found[request_id][: len(token_ids)] if request_id in found else ()
-        return _make_update((request_id, text, token_ids, logprobs, cached, reason, error))
+        update = (request_id, text, token_ids, logprobs, cached, reason, error)
+        return _new(RequestUpdate, update)
 
 
 def _logged(batch: ScheduledBatch, error: Exception) -> Exception:

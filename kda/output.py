@@ -11,24 +11,23 @@ class OutputText:
     Text that may be the beginning of a stop string waits until it is known not to be.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         """
         Args:
-            tokenizer: None: there is no text.
             stop: texts that end the output.
         """
-        self._stream = tokenizer.stream() if tokenizer else None
+        self._stream = tokenizer.stream()
         self._stop = tuple(stop)
         self._held = ""
         self.is_stopped = False  # a stop string has come; nothing follows
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens release, without a stop string and what comes after it."""
-        return self._release(self._stream.push(token_ids)) if self._stream else ""
+        return self._release(self._stream.push(token_ids))
 
     def finish(self) -> str:
         """What still waits when the output ends for another reason."""
-        piece = self._release(self._stream.finish()) if self._stream else ""
+        piece = self._release(self._stream.finish())
         held, self._held = self._held, ""
         return piece + held
 

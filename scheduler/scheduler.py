@@ -1,7 +1,6 @@
 """Requests go in, steps come out, and what a step wrote becomes visible when it is committed."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from ..cache.hashing import Extras
 from ..cache.prefix_cache import PrefixCache
@@ -9,13 +8,13 @@ from .batch import ScheduledBatch, ScheduledRow
 from .holdings import Holdings
 from .integrity import check_scheduler
 from .limits import Limits
-from .live import Flight, LiveRequest, SchedulerCounters
+from .live import Flight, KeptState, LiveRequest, SchedulerCounters
 from .planning import Pass
 from .queues import Queues
 from .request import Request, RequestOutput, RequestStatus
 
 # both for the sake of every row of every step: see planning.py
-_make_output = partial(tuple.__new__, RequestOutput)
+_new = tuple.__new__
 _RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
 
 
@@ -190,13 +189,12 @@ class Scheduler:
         _check_tokens(batch, tokens)
         self.holdings.retire(flight)
         outputs: list[RequestOutput] = []
-        for index, (row, live, new) in enumerate(
-            zip(batch.rows, flight.requests, tokens, strict=True)
-        ):
+        columns = zip(batch.rows, flight.requests, flight.exports, tokens, strict=True)
+        for index, (row, live, exports, new) in enumerate(columns):
             if live.is_discarded:
                 self._drop_row(flight, index)
                 continue
-            self._commit_row(flight, index, row, live, new, outputs)
+            self._commit_row(batch.step, row, live, exports, new, outputs)
             if drafts and live.request.status is RequestStatus.RUNNING:
                 live.drafts = tuple(drafts[index][: self.limits.num_speculative_tokens])
         return outputs
@@ -245,14 +243,14 @@ class Scheduler:
 
     def _commit_row(
         self,
-        flight: Flight,
-        index: int,
+        step: int,
         row: ScheduledRow,
         live: LiveRequest,
+        exports: Sequence[KeptState],
         new: Sequence[int],
         outputs: list[RequestOutput],
     ) -> None:
-        request, exports = live.request, flight.exports[index]
+        request = live.request
         live.num_in_flight -= 1
         reason = None
         if row.samples:
@@ -261,7 +259,8 @@ class Scheduler:
                 room = live.limit - len(live.token_ids)
                 if len(new) >= room or not live.stop_ids.isdisjoint(new):
                     new, reason = _cut(new, room, live)
-                outputs.append(_make_output((request.request_id, tuple(new), reason, None)))
+                output = (request.request_id, tuple(new), reason, None)
+                outputs.append(_new(RequestOutput, output))
             live.token_ids.extend(new)
         if row.is_decode:
             num_tokens = len(new)
@@ -282,7 +281,7 @@ class Scheduler:
         if exports:
             self.counters.exports += len(exports)
             live.kept.extend(exports)
-        self.holdings.publish(live, flight.batch.step)
+        self.holdings.publish(live, step)
         if reason is not None:
             self.queues.finish(live, is_discarded=True)
         elif not live.num_in_flight and request.status is not _RUNNING:
