@@ -24,6 +24,9 @@ PREFILL = {
     for gate in GATES
 }
 VARIANTS = (PLAN, *PREFILL.values())
+BOUNDED, SOFTPLUS = (PREFILL[gate] for gate in GATES)
+WITH_PLAN = STAGES["prepare"] | STAGES["scan"]  # of a call that is given one
+ALL_STAGES = WITH_PLAN | STAGES["plan"] | OWN_PLAN
 
 
 def num_tiles(num_tokens: int, num_sequences: int) -> int:
@@ -91,21 +94,26 @@ def kda_prefill(
     T, HV, V = v.shape
     N = initial_slots.shape[0]
     _check_counts(N, T, HV, q, cu_seqlens, checkpoint_indptr, plan, lower_bound)
-    o = v.new_empty((T, HV, V))
+    o = v.new_empty(T, HV, V)  # sizes as arguments: 0.4 us less than as a tuple
     if T == 0:
         return o
     index = q.get_device()
-    function = _function(PREFILL["softplus" if lower_bound is None else "bounded"], index)
-    here = _DEVICES[index]
-    stages = STAGES["prepare"] | STAGES["scan"]
-    size = workspace_bytes(T, N, HV)
+    variant = SOFTPLUS if lower_bound is None else BOUNDED
+    here = _DEVICES.get(index)
+    function = None if here is None else here.functions.get(variant.name)
+    if here is None or function is None:
+        function = _load(variant, index)
+        here = _DEVICES[index]
+    tiles = (T + TILE - 1) // TILE + N
+    size = tiles * HV * RECORD_BYTES
+    stages = WITH_PLAN
     if plan is None:
-        stages |= STAGES["plan"] | OWN_PLAN
-        size += 4 * plan_size(T, N)
+        stages = ALL_STAGES
+        size += 4 * (4 * N + 2 * tiles)
         plan = here.no_checkpoints[1]
     if checkpoint_indptr is None and checkpoint_offsets is None and checkpoint_slots is None:
         checkpoint_indptr, checkpoint_offsets, checkpoint_slots = here.no_checkpoints
-    records = torch.empty(size, dtype=torch.uint8, device=v.device)
+    records = here.no_bytes.new_empty(size)
     function(
         *(q, k, v, g_raw, beta_logit, A_log, dt_bias, state_pool),
         *(cu_seqlens, initial_slots, final_slots),
@@ -174,6 +182,7 @@ class _Device:
     no_checkpoints: tuple[
         Tensor, Tensor, Tensor
     ]  # a CSR without entries, for any number of sequences
+    no_bytes: Tensor  # an empty uint8: what is allocated like it names neither dtype nor device
     functions: dict[str, Callable[..., None]] = field(default_factory=dict)
 
 
@@ -210,7 +219,8 @@ def _make_device(index: int) -> _Device:
     none = torch.zeros(1, dtype=torch.int32, device=device)
     indptr = torch.zeros(MAX_SEQUENCES + 1, dtype=torch.int32, device=device)
     num_sms = torch.cuda.get_device_properties(index).multi_processor_count
-    return _Device(num_sms, (indptr, none, none))
+    no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
+    return _Device(num_sms, (indptr, none, none), no_bytes)
 
 
 def _empty_arguments(

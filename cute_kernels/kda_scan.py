@@ -13,9 +13,9 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import ptx
-from .kda_prepare_parts import row_bytes
+from .kda_prepare_parts import bulk_store, lds_b32, row_bytes, sts_b32, sts_f32x4
 from .kda_record import DIM, ET, K_UPDATE, MQ, RECORD_BYTES, SIDE_BYTES, TILE
-from .kda_scan_parts import corner, load_state, next_offset, store_state
+from .kda_scan_parts import NEVER, NO_SLOT, corner, load_entry, load_state, pick, store_state
 
 # upper halves of wgmma matrix descriptors: swizzle kind, 8-row stride / 16
 SW128 = 0x40000000 | (1024 >> 4)
@@ -43,25 +43,32 @@ class KdaScanSm90:
 
     A CTA owns `rows` V rows of one (sequence, head), a warpgroup 64 of them: S is the accumulator
     of one m64n128 product, its bf16 shadow the register operand of the next. One more warp brings
-    records and v. k~ and q~ are one n32 operand, since a record holds them side by side.
+    records and v, another sends checkpoints off. k~ and q~ are one n32 operand, since a record
+    holds them side by side.
 
     parts: the update is cut in so many products, so that packing one part overlaps with the next.
+
+    One run of steps serves the whole sequence. A state that is wanted goes to shared memory in the
+    shadow of the projection after it, where its registers are whole and not yet decayed.
     """
 
     def __init__(self, rows: int = 64, stages: int = 6, parts: int = 1):
         assert rows in (64, 128) and parts in (1, 2) and stages >= V_LAG + 3
         self.rows, self.stages, self.parts = rows, stages, parts
-        self.early = 4 * (parts - 1)  # groups of Et that are loaded between the parts: no spills
+        self.early = 2 * (parts - 1)  # groups of Et that are loaded between the parts; 3 spill
         self.groups = rows // 64
         self.splits = DIM // rows
         self.warps = 4 * self.groups
-        self.threads = 32 * (self.warps + 1)
+        self.threads = 32 * (self.warps + 2)
         self.v_pitch = rows * 2 + 16  # bytes of a token's v, padded against bank conflicts
         self.v_bytes = TILE * self.v_pitch
         self.v_base = stages * RECORD_BYTES
         self.o_base = self.v_base + stages * self.v_bytes
-        self.barrier_base = self.o_base + self.warps * 512
-        self.smem_bytes = self.barrier_base + 16 * stages
+        self.export_base = self.o_base + self.warps * 512
+        self.export_bytes = rows * DIM * 4  # this CTA's rows of a state
+        self.note_base = self.export_base + self.export_bytes
+        self.barrier_base = self.note_base + 16
+        self.smem_bytes = self.barrier_base + 16 * stages + 16
 
     @cute.jit
     def __call__(
@@ -113,11 +120,15 @@ class KdaScanSm90:
         base = Int32(smem.toint())
         full = base + self.barrier_base
         empty = full + 8 * self.stages
+        ready = empty + 8 * self.stages
+        staged = ready + 8
 
         if tidx == 0:
             for s in range_constexpr(self.stages):
                 ptx.mbarrier_init(full + 8 * s, 1 + 32)  # the record's copy, and v by each lane
                 ptx.mbarrier_init(empty + 8 * s, 32 * self.warps)
+            ptx.mbarrier_init(ready, 1)
+            ptx.mbarrier_init(staged, 32 * self.warps)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -129,10 +140,16 @@ class KdaScanSm90:
             self.load(
                 mRecords, mV, base, full, empty, head, heads, split, first, length, tile0, tiles
             )  # fmt: skip
+        elif warp == self.warps + 1:
+            if tidx % 32 == 0 and tiles > 0:
+                self.export(
+                    mPool, mIndptr, mOffsets, mSlots,
+                    base, ready, staged, head, split, sequence, length,
+                )  # fmt: skip
         else:
             self.scan(
-                mO, mPool, mInitial, mFinal, mIndptr, mOffsets, mSlots,
-                base, full, empty, head, split, warp, sequence, first, length, tiles,
+                mO, mPool, mInitial, mFinal,
+                base, full, empty, ready, staged, head, split, warp, sequence, first, length, tiles,
             )  # fmt: skip
 
     @cute.jit
@@ -206,18 +223,82 @@ class KdaScanSm90:
                     late = Int32(0)
 
     @cute.jit
+    def export(
+        self,
+        mPool: cute.Tensor,
+        mIndptr: cute.Tensor,
+        mOffsets: cute.Tensor,
+        mSlots: cute.Tensor,
+        base: Int32,
+        ready: Int32,
+        staged: Int32,
+        head: Int32,
+        split: Int32,
+        sequence: Int32,
+        length: Int32,
+    ):
+        """One thread that finds out which states are wanted, and sends them off.
+
+        The scan only has to know the tile after which one is wanted, two ahead. When it has put the
+        state into shared memory, the copy to the slot is this thread's, while the scan runs on.
+        Entries that fit no border of a tile are passed over.
+        """
+        num_slots = Int32(cute.size(mPool, mode=[0]))
+        cursor = Int32(mIndptr[sequence])
+        cursor_end = Int32(mIndptr[sequence + 1])
+        target = (
+            Int64(mPool.iterator.toint())
+            + (Int64(head) * (DIM * DIM) + split * (self.rows * DIM)) * 4
+        )
+        stride = row_bytes(mPool)
+        # an entry, and the one after it, on its way
+        due, slot = load_entry(mOffsets, mSlots, cursor, cursor_end)
+        due_after, slot_after = load_entry(mOffsets, mSlots, cursor + 1, cursor_end)
+        # entries must ascend: the largest so far, rounded up to a border
+        border = Int32(1)
+        target_slot = Int32(NO_SLOT)  # of the note before
+        count = Int32(0)  # notes so far
+        is_last = Int32(0)
+        while is_last == 0:
+            tile = Int32(NEVER)
+            wanted = Int32(NO_SLOT)
+            while due <= length and wanted == NO_SLOT:
+                if due > border:
+                    border = (due + (TILE - 1)) // TILE * TILE
+                if due == border and slot >= 0 and slot < num_slots:
+                    tile = border // TILE - 1
+                    wanted = slot
+                cursor += 1
+                due, slot = due_after, slot_after
+                due_after, slot_after = load_entry(mOffsets, mSlots, cursor + 1, cursor_end)
+            sts_b32(base + self.note_base + (count & 1) * 4, tile)
+            if count > 0:
+                ptx.mbarrier_arrive(ready)
+                if target_slot == NO_SLOT:
+                    is_last = Int32(1)
+                else:
+                    ptx.mbarrier_wait(staged, (count - 1) & 1)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    source = base + self.export_base
+                    to = target + Int64(target_slot) * stride
+                    bulk_store(to, source, self.export_bytes)
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            target_slot = wanted
+            count += 1
+
+    @cute.jit
     def scan(
         self,
         mO: cute.Tensor,
         mPool: cute.Tensor,
         mInitial: cute.Tensor,
         mFinal: cute.Tensor,
-        mIndptr: cute.Tensor,
-        mOffsets: cute.Tensor,
-        mSlots: cute.Tensor,
         base: Int32,
         full: Int32,
         empty: Int32,
+        ready: Int32,
+        staged: Int32,
         head: Int32,
         split: Int32,
         warp: Int32,
@@ -253,13 +334,6 @@ class KdaScanSm90:
                 + Int64(first + o_token) * o_stride
                 + Int64(head * DIM + row0 + (lane >> 4) * 8) * 2
             )
-            cursor = Int32(mIndptr[sequence])
-            cursor_end = Int32(mIndptr[sequence + 1])
-            due = next_offset(mOffsets, cursor, cursor_end)
-            while due <= 0:
-                cursor += 1
-                due = next_offset(mOffsets, cursor, cursor_end)
-
             shadow = cute.make_rmem_tensor((32,), Int32)
             acc = cute.make_rmem_tensor((16,), Float32)  # -k~ S^T, -q~ S^T
             oacc = cute.make_rmem_tensor((8,), Float32)  # o
@@ -276,88 +350,28 @@ class KdaScanSm90:
             stage = Int32(0)
             ahead = Int32(1)
             parity = Int32(0)
-            start = Int32(0)
             ptx.mbarrier_wait(full, 0)
-            while start < tiles:
-                # a run of tiles up to the next checkpoint; nothing in its loop knows of checkpoints
-                end = tiles
-                if (due - 1) // TILE + 1 < end:
-                    end = (due - 1) // TILE + 1
+            count = Int32(0)  # exports so far
+            ptx.mbarrier_wait(ready, 0)
+            due = lds_b32(base + self.note_base)  # the tile whose state is wanted next
 
-                put(v, 0, ptx.ldmatrix_x4(v_tile, trans=True))
-                if start + 1 < tiles:
-                    ptx.mbarrier_wait(full + 8 * ahead, parity)
-                for part in range_constexpr(self.parts):
-                    self.pack_part(state, shadow, part)
-                for part in range_constexpr(self.parts):
-                    self.project_part(shadow, acc, low, part)
-                self.finish_projection(state, acc, oacc, r, v)
-                self.load_et(et, low * 16 + et_load, 0, 8)
-                self.decay(state, et)
+            put(v, 0, ptx.ldmatrix_x4(v_tile, trans=True))
+            if tiles > 1:
+                ptx.mbarrier_wait(full + 8 * ahead, parity)
+            for part in range_constexpr(self.parts):
+                self.pack_part(state, shadow, part)
+            for part in range_constexpr(self.parts):
+                self.project_part(shadow, acc, low, part)
+            self.finish_projection(state, acc, oacc, r, v)
+            self.load_et(et, low * 16 + et_load, 0, 8)
+            self.decay(state, et)
 
-                # invariant: r, and oacc = q~ S^T, are of this step, the state is decayed by its Et,
-                # no product runs, the record after this one has landed
-                for step in cutlass.range(start, end - 1, unroll=1):  # pyright: ignore[reportCallIssue]
-                    self.update(state, oacc, r, low)
-                    # in the shadow of the update: the tile before goes out, the next v comes in
-                    barrier = empty + 8 * stage
-                    stage = ahead
-                    low += RECORD_BYTES // 16
-                    v_tile += self.v_bytes
-                    if stage == 0:
-                        low = base16
-                        v_tile = v_load
-                    ahead += 1
-                    if ahead == self.stages:
-                        ahead = Int32(0)
-                        parity ^= 1
-                    put(v, 0, ptx.ldmatrix_x4(v_tile, trans=True))
-                    if step > start:
-                        ptx.stg_b32x4(o_out, get(out, 0, 4))
-                        o_out += o_stride * TILE
-                    # a step early, so that it is never on the critical path
-                    if step + 2 < tiles:
-                        ptx.mbarrier_wait(full + 8 * ahead, parity)
-
-                    if const_expr(self.parts == 1):
-                        put(state, 0, ptx.wgmma_wait(1, get(state, 0, 64)))
-                        self.pack_part(state, shadow, 0)
-                        pinned = ptx.wgmma_wait(0, get(oacc, 0, 8) + get(shadow, 0, 32))
-                        put(oacc, 0, pinned[:8])
-                        put(shadow, 0, pinned[8:])
-                        self.project_part(shadow, acc, low, 0)
-                    else:
-                        for part in range_constexpr(self.parts):
-                            count = 64 // self.parts
-                            done_regs = get(state, part * count, count)
-                            if const_expr(part == 0):
-                                done_regs = done_regs + get(oacc, 0, 8)
-                            done_regs = ptx.wgmma_wait(self.parts - 1, done_regs)
-                            put(state, part * count, done_regs[:count])
-                            if const_expr(part == 0):
-                                put(oacc, 0, done_regs[count:])
-                                self.load_et(et, low * 16 + et_load, 0, self.early)
-                            self.pack_part(state, shadow, part)
-                            self.project_part(shadow, acc, low, part)
-                    # in the shadow of the projection; the edges keep ptxas from mixing this into
-                    # the chain of products: 0.43 us a step without them, 0.35 with
-                    ptx.edge(step, full)
-                    ptx.mbarrier_arrive(barrier)
-                    self.load_et(et, low * 16 + et_load, self.early, 8)
-                    self.stage_out(oacc, o_store)
-                    self.decay(state, et)
-                    put(out, 0, ptx.lds_b32x4(o_shared + lane * 16))
-                    cute.arch.sync_warp()
-                    ptx.edge(step, full)
-                    self.finish_projection(state, acc, oacc, r, v)
-
+            # invariant: r, and oacc = q~ S^T, are of this step, the state is decayed by its Et,
+            # no product runs, the record after this one has landed
+            for step in cutlass.range(tiles - 1, unroll=1):  # pyright: ignore[reportCallIssue]
                 self.update(state, oacc, r, low)
-                if end - 1 > start:
-                    ptx.stg_b32x4(o_out, get(out, 0, 4))
-                    o_out += o_stride * TILE
-                put(state, 0, ptx.wgmma_wait(0, get(state, 0, 64)))
-                put(oacc, 0, ptx.wgmma_wait(0, get(oacc, 0, 8)))
-                ptx.mbarrier_arrive(empty + 8 * stage)
+                # in the shadow of the update: the tile before goes out, the next v comes in
+                barrier = empty + 8 * stage
                 stage = ahead
                 low += RECORD_BYTES // 16
                 v_tile += self.v_bytes
@@ -368,25 +382,98 @@ class KdaScanSm90:
                 if ahead == self.stages:
                     ahead = Int32(0)
                     parity ^= 1
-                self.stage_out(oacc, o_store)
-                last = ptx.lds_b32x4(o_shared + lane * 16)
-                cute.arch.sync_warp()
-                if (end - 1) * TILE + o_token < length:
-                    ptx.stg_b32x4(o_out, last)
-                o_out += o_stride * TILE
+                put(v, 0, ptx.ldmatrix_x4(v_tile, trans=True))
+                if step > 0:
+                    ptx.stg_b32x4(o_out, get(out, 0, 4))
+                    o_out += o_stride * TILE
+                et_at = low * 16 + et_load
+                # a step early, so that it is never on the critical path
+                if step + 2 < tiles:
+                    ptx.mbarrier_wait(full + 8 * ahead, parity)
 
-                # checkpoints whose turn has come; offsets that fit no tile border are passed over
-                start = end
-                done = end * TILE
-                if done > length:
-                    done = length
-                while due <= done:
-                    if due == done and done % TILE == 0:
-                        store_state(state, pool, pool_stride, mSlots[cursor], num_slots)
-                    cursor += 1
-                    due = next_offset(mOffsets, cursor, cursor_end)
+                if const_expr(self.parts == 1):
+                    put(state, 0, ptx.wgmma_wait(1, get(state, 0, 64)))
+                    self.pack_part(state, shadow, 0)
+                    pinned = ptx.wgmma_wait(0, [*get(oacc, 0, 8), *get(shadow, 0, 32), et_at])
+                    put(oacc, 0, pinned[:8])
+                    put(shadow, 0, pinned[8:40])
+                    et_at = pinned[40]
+                    self.project_part(shadow, acc, low, 0)
+                else:
+                    for part in range_constexpr(self.parts):
+                        count = 64 // self.parts
+                        done_regs = get(state, part * count, count)
+                        if const_expr(part == 0):
+                            done_regs = done_regs + get(oacc, 0, 8)
+                        done_regs = ptx.wgmma_wait(self.parts - 1, done_regs)
+                        put(state, part * count, done_regs[:count])
+                        if const_expr(part == 0):
+                            put(oacc, 0, done_regs[count:])
+                            self.load_et(et, et_at, 0, self.early)
+                        self.pack_part(state, shadow, part)
+                        self.project_part(shadow, acc, low, part)
+                # in the shadow of the projection, the state whole and not yet decayed. This branch
+                # and the edge keep ptxas from mixing the shadow into the chain of products: 0.43 us
+                # a step without two such borders, 0.35 with
+                while step == due:
+                    due = self.stage_state(state, base, ready, staged, warp, lane, count)
+                    count += 1
+                ptx.mbarrier_arrive(barrier)
+                self.load_et(et, et_at, self.early, 8)
+                self.stage_out(oacc, o_store)
+                self.decay(state, et)
+                put(out, 0, ptx.lds_b32x4(o_shared + lane * 16))
+                cute.arch.sync_warp()
+                ptx.edge(step, full)
+                self.finish_projection(state, acc, oacc, r, v)
+
+            self.update(state, oacc, r, low)
+            if tiles > 1:
+                ptx.stg_b32x4(o_out, get(out, 0, 4))
+                o_out += o_stride * TILE
+            put(state, 0, ptx.wgmma_wait(0, get(state, 0, 64)))
+            put(oacc, 0, ptx.wgmma_wait(0, get(oacc, 0, 8)))
+            self.stage_out(oacc, o_store)
+            last = ptx.lds_b32x4(o_shared + lane * 16)
+            cute.arch.sync_warp()
+            if (tiles - 1) * TILE + o_token < length:
+                ptx.stg_b32x4(o_out, last)
+
+            while tiles - 1 == due:
+                due = self.stage_state(state, base, ready, staged, warp, lane, count)
+                count += 1
 
         store_state(state, pool, pool_stride, mFinal[sequence], num_slots)
+
+    @cute.jit
+    def stage_state(
+        self,
+        state: cute.Tensor,
+        base: Int32,
+        ready: Int32,
+        staged: Int32,
+        warp: Int32,
+        lane: Int32,
+        count: Int32,
+    ) -> Int32:
+        """Puts the state into shared memory, for `export`; returns the tile of the next one."""
+        ptx.mbarrier_wait(ready, count & 1)
+        due = lds_b32(base + self.note_base + ((count + 1) & 1) * 4)
+        to = base + self.export_base + (warp * 16 + lane // 4) * (DIM * 4) + (lane % 4) * 16
+        # odd rows take the two groups of a pair in the other order: no bank meets another
+        odd = (lane // 4) % 2
+        for p in range_constexpr(0, 8, 2):
+            for turn in range_constexpr(2):
+                where = to + ((turn ^ odd) + p) * 64
+                for low in range_constexpr(2):
+                    x = []
+                    for i in (0, 1, 4, 5):
+                        a = state[8 * (p + turn) + 2 * low + i]
+                        b = state[8 * (p + 1 - turn) + 2 * low + i]
+                        x.append(pick(odd, b, a))
+                    sts_f32x4(where + low * (8 * DIM * 4), x)
+        ptx.mbarrier_arrive(staged)
+        return due
 
     def load_et(self, et: cute.Tensor, address: Int32, start: int, stop: int) -> None:
         for p in range(start, stop):

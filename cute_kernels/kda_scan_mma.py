@@ -24,7 +24,7 @@ from .kda_record import (
     SIDE_BYTES,
     TILE,
 )
-from .kda_scan_parts import corner, load_state, next_offset, store_state
+from .kda_scan_parts import corner, load_entry, load_state, store_state
 
 V_STAGES = 4
 
@@ -215,7 +215,7 @@ class KdaScanMma:
 
         cursor = Int32(mIndptr[sequence])
         cursor_end = Int32(mIndptr[sequence + 1])
-        due = next_offset(mOffsets, cursor, cursor_end)
+        due, slot = load_entry(mOffsets, mSlots, cursor, cursor_end)
 
         u = cute.make_rmem_tensor((8,), Float32)
         early_o = cute.make_rmem_tensor((8,), Float32)
@@ -291,9 +291,9 @@ class KdaScanMma:
             done = (step + 1) * TILE
             while due <= done:
                 if due == done and done <= length:
-                    store_state(state, pool, pool_stride, mSlots[cursor], num_slots)
+                    store_state(state, pool, pool_stride, slot, num_slots)
                 cursor += 1
-                due = next_offset(mOffsets, cursor, cursor_end)
+                due, slot = load_entry(mOffsets, mSlots, cursor, cursor_end)
 
         store_state(state, pool, pool_stride, mFinal[sequence], num_slots)
 

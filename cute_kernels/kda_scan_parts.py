@@ -4,23 +4,35 @@ A thread's part of a state, in its MMA tile of 16 V rows: rows g and g + 8, and 
 group p of 16 channels the four from 16 p + 4 t (g = lane // 4, t = lane % 4).
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, range_constexpr
 
 from . import ptx
+from .kda_prepare_parts import op
 from .kda_record import DIM
 
 NEVER = 0x7FFFFFFF
+NO_SLOT = -1
 
 
 @cute.jit
-def next_offset(mOffsets: cute.Tensor, cursor: Int32, cursor_end: Int32) -> Int32:
-    """The offset at the cursor, or one that no sequence reaches."""
+def load_entry(mOffsets: cute.Tensor, mSlots: cute.Tensor, cursor: Int32, cursor_end: Int32):
+    """Offset and slot of a checkpoint entry; past the last one, an offset that no sequence has."""
     offset = Int32(NEVER)
+    slot = Int32(NO_SLOT)
     if cursor < cursor_end:
         offset = Int32(mOffsets[cursor])
-    return offset
+        slot = Int32(mSlots[cursor])
+    return offset, slot
+
+
+def pick(flag: Any, one: Any, zero: Any) -> Any:
+    """`one` where flag is not 0, else `zero`; LLVM would turn 64 plain ones into copies of all."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; selp.f32 $0, $2, $3, p; }"
+    return op([Float32], text, Int32(flag), Float32(one), Float32(zero))
 
 
 @cute.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .latents import attend, block_dim, num_processors
 
-SPLIT_TOKENS = 512  # of a part, at least
+SPLIT_TOKENS = 512  # of a part, where there are rows enough for all processors
 MAX_SPLITS = 64  # parts of a row: at 128K tokens they have 2048
 WORKSPACE_BYTES = 512 << 20  # of the parts' results; rows beyond it wait for a second launch
 BLOCK_ITEMS = 256  # rows of one launch at most
@@ -37,8 +37,10 @@ def mla_decode(
 ) -> Tensor:
     """`ops.attention.mla_decode`.
 
-    A part's length follows from its row's length alone, so a row's bits don't depend on the batch.
-    Parts of all rows are numbered on the device and dealt to as many programs as run at once.
+    Rows are cut into parts of `split_tokens`; few rows into smaller ones, as long as every part
+    has a processor of its own. A part's length follows from its row's length and the number of
+    rows, so a row's bits don't depend on what the other rows hold. Parts of all rows are numbered
+    on the device and dealt to as many programs as run at once.
     """
     D, M, R = seq_lens.shape[0], num_tokens_per_row, kv_lora_rank
     out = q.new_empty(q.shape[0], q.shape[1], R)
@@ -46,19 +48,21 @@ def mla_decode(
     if out.numel() == 0:
         return out
     capacity = block_table.shape[1] * kv_pool.shape[1]
-    max_splits = max(1, min(MAX_SPLITS, triton.cdiv(capacity, split_tokens)))
+    num_programs = num_processors(q.device) * programs_per_processor
+    share = num_programs // D  # parts of a row that find a processor at once
+    max_splits = max(triton.cdiv(capacity, split_tokens), min(triton.cdiv(capacity, block_n), share))
+    max_splits = min(MAX_SPLITS, max_splits)
     step = max(1, min(BLOCK_ITEMS, WORKSPACE_BYTES // (4 * max_splits * rows * (R + 2))))
     size = min(step, D) * max_splits * rows
     parts = q.new_empty(size, R, dtype=torch.float32)
     sums = q.new_empty(size, 2, dtype=torch.float32)
     block_rows = min(64, block_dim(rows))
-    num_programs = num_processors(q.device) * programs_per_processor
     splits = {"MAX_SPLITS": max_splits, "SPLIT_TOKENS": split_tokens, "BLOCK_N": block_n}
     for first in range(0, D, step):
         count = min(step, D - first)
         _part_kernel[(num_programs,)](
             *(q, kv_pool, block_table, seq_lens, out, parts, sums, q.stride(0), first, count),
-            *(block_table.shape[1], scale * math.log2(math.e)),
+            *(block_table.shape[1], share, scale * math.log2(math.e)),
             HEADS=q.shape[1],
             ROWS=rows,
             R=R,
@@ -73,7 +77,7 @@ def mla_decode(
             **splits,
         )
         _join_kernel[(rows, count)](
-            *(seq_lens, out, parts, sums, first),
+            *(seq_lens, out, parts, sums, first, share),
             ROWS=rows,
             R=R,
             BLOCK_R=triton.next_power_of_2(R),
@@ -85,14 +89,17 @@ def mla_decode(
 
 
 @triton.jit
-def _splits(length, MAX_SPLITS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _splits(
+    length, share, MAX_SPLITS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Number of parts of a row, and tokens of each but the last, a multiple of BLOCK_N."""
-    count = tl.minimum(tl.cdiv(length, SPLIT_TOKENS), MAX_SPLITS)
+    count = tl.minimum(tl.cdiv(length, BLOCK_N), share)
+    count = tl.minimum(tl.maximum(count, tl.cdiv(length, SPLIT_TOKENS)), MAX_SPLITS)
     size = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), BLOCK_N) * BLOCK_N
     return tl.cdiv(length, tl.maximum(size, 1)), size
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "max_blocks"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "max_blocks", "share"])
 def _part_kernel(
     q,
     kv_pool,
@@ -105,6 +112,7 @@ def _part_kernel(
     first_row,
     num_rows,
     max_blocks,
+    share,
     scale_log2,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -124,7 +132,7 @@ def _part_kernel(
     M: tl.constexpr = ROWS // HEADS
     d = tl.arange(0, BLOCK_ITEMS)
     lengths = tl.load(seq_lens + first_row + d, mask=d < num_rows, other=0)
-    counts, sizes = _splits(lengths, MAX_SPLITS, SPLIT_TOKENS, BLOCK_N)
+    counts, sizes = _splits(lengths, share, MAX_SPLITS, SPLIT_TOKENS, BLOCK_N)
     ends = tl.cumsum(counts, axis=0)
     num_items = tl.sum(counts, axis=0) * TILES
     r, p = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_P)[None, :]
@@ -133,7 +141,7 @@ def _part_kernel(
         row = tl.sum((ends <= part).to(tl.int32), axis=0)
         part -= tl.sum(tl.where(d < row, counts, 0), axis=0)
         length = tl.load(seq_lens + first_row + row)
-        count, size = _splits(length, MAX_SPLITS, SPLIT_TOKENS, BLOCK_N)
+        count, size = _splits(length, share, MAX_SPLITS, SPLIT_TOKENS, BLOCK_N)
         # rows of the tile: (token, head) of this row of the batch
         i = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         is_query = (i < ROWS)[:, None]
@@ -171,13 +179,14 @@ def _part_kernel(
             tl.store(sums + to * 2 + 1, total, mask=i < ROWS)
 
 
-@triton.jit(do_not_specialize=["first_row"])
+@triton.jit(do_not_specialize=["first_row", "share"])
 def _join_kernel(
     seq_lens,
     out,
     parts,
     sums,
     first_row,
+    share,
     ROWS: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -188,7 +197,8 @@ def _join_kernel(
 ):
     """Adds the parts of a (token, head); a row without tokens becomes 0."""
     i, row = tl.program_id(0), tl.program_id(1)
-    count, _ = _splits(tl.load(seq_lens + first_row + row), MAX_SPLITS, SPLIT_TOKENS, BLOCK_N)
+    length = tl.load(seq_lens + first_row + row)
+    count, _ = _splits(length, share, MAX_SPLITS, SPLIT_TOKENS, BLOCK_N)
     r, s = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_SPLITS)
     if count != 1:
         first = row.to(tl.int64) * (MAX_SPLITS * ROWS) + i

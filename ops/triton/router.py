@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 # up to so many rows; few experts and channels a program, so that all processors read the weights
 TILES = (
-    (16, Tile(16, 16, 64, 256, 4, 5)),
+    (16, Tile(32, 16, 64, 128, 4, 3)),
     (64, Tile(16, 64, 64, 256, 4, 5)),
     (2048, Tile(64, 64, 64, 576, 4, 3)),
 )

@@ -40,7 +40,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Recorder]]:
     functions = {variant.name: Recorder() for variant in kda_prefill.VARIANTS}
     none = torch.zeros(1, dtype=torch.int32)
     indptr = torch.zeros(kda_prefill.MAX_SEQUENCES + 1, dtype=torch.int32)
-    here = kda_prefill._Device(132, (indptr, none, none), functions)
+    no_bytes = torch.empty(0, dtype=torch.uint8)
+    here = kda_prefill._Device(132, (indptr, none, none), no_bytes, functions)
     monkeypatch.setattr(kda_prefill, "_DEVICES", {CPU: here})
     yield functions
 

@@ -30,7 +30,7 @@ from torch_kda.ops.triton import (  # noqa: E402
 
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
 # bytes of stack a thread; the short kernel keeps more alive than 255 registers hold
-STACK_BYTES = {"_short_kernel": 640, "_decode_kernel": 64, "_part_kernel": 64}
+STACK_BYTES = {"_short_kernel": 640, "_part_kernel": 64}
 
 
 class Sm90:
@@ -136,6 +136,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "mla_prefill-kimi": lambda: run_mla_prefill(128, 64, 128),
     "mla_prefill-glm": lambda: run_mla_prefill(256, 0, 256),
     "moe-few": lambda: run_moe(16, 100),
+    "moe-fewest": lambda: run_moe(2, 100),
     "moe-many": lambda: run_moe(1100, 0),
     **{f"moe_route-{M}": lambda M=M: run_moe_route(M, torch.bfloat16) for M in (1, 64, 500, 8192)},
     "moe_route-fp32": lambda: run_moe_route(500, torch.float32),

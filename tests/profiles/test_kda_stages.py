@@ -43,7 +43,7 @@ def test_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> No
 
     zeros = torch.zeros(2, dtype=torch.int32)
     functions = {"kda_prefill_bounded": compiled}
-    device = kda_prefill._Device(132, (zeros, zeros, zeros), functions)
+    device = kda_prefill._Device(132, (zeros, zeros, zeros), zeros, functions)
     monkeypatch.setattr(kda_prefill, "_DEVICES", {-1: device})
     monkeypatch.setattr(kda_stages, "time_calls", fake_times)
     monkeypatch.setattr(kda_stages, "time_host", lambda call, rounds: 9.0)
