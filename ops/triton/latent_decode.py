@@ -50,8 +50,8 @@ def mla_decode(
     capacity = block_table.shape[1] * kv_pool.shape[1]
     num_programs = num_processors(q.device) * programs_per_processor
     share = num_programs // D  # parts of a row that find a processor at once
-    max_splits = max(triton.cdiv(capacity, split_tokens), min(triton.cdiv(capacity, block_n), share))
-    max_splits = min(MAX_SPLITS, max_splits)
+    most = max(triton.cdiv(capacity, split_tokens), min(triton.cdiv(capacity, block_n), share))
+    max_splits = min(MAX_SPLITS, most)
     step = max(1, min(BLOCK_ITEMS, WORKSPACE_BYTES // (4 * max_splits * rows * (R + 2))))
     size = min(step, D) * max_splits * rows
     parts = q.new_empty(size, R, dtype=torch.float32)

@@ -162,9 +162,22 @@ def test_mla_decode(heads: int, M: int, nan_memory: None):
     expected = truth(reference.mla_decode_ref, case)[0]
     assert_close_as_torch("o", o, expected, in_torch(reference.mla_decode_ref, case))
     for d in range(len(lens)):
-        rows = {n: case[n][d : d + 1] for n in ("block_table", "seq_lens")}
-        rows["q"] = case["q"][d * M : (d + 1) * M]
-        assert_same(f"alone {d}", mla_decode(**(case | rows)), o[d * M : (d + 1) * M])
+        mine = slice(d * M, (d + 1) * M)
+        # what a row gives doesn't depend on the others
+        others = {n: case[n].clone() for n in ("seq_lens", "q")}
+        others["seq_lens"][(d + 1) % len(lens)] = 0
+        others["q"].mul_(-2)[mine] = case["q"][mine]
+        assert_same(f"among others {d}", mla_decode(**(case | others))[mine], o[mine])
+        # few rows are cut into smaller parts
+        alone = {n: case[n][d : d + 1] for n in ("block_table", "seq_lens")} | {
+            "q": case["q"][mine]
+        }
+        assert_close_as_torch(
+            f"alone {d}",
+            mla_decode(**(case | alone)),
+            expected[mine],
+            in_torch(reference.mla_decode_ref, case | alone),
+        )
 
 
 @pytest.mark.parametrize(("K", "P", "V"), [(128, 64, 128), (256, 0, 256)], ids=["kimi", "glm"])
