@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 from . import ptx
 from .kda_prepare_parts import bulk_store, lds_b32, row_bytes, sts_b32, sts_f32x4
 from .kda_record import DIM, ET, K_UPDATE, MQ, RECORD_BYTES, SIDE_BYTES, TILE
-from .kda_scan_parts import NEVER, NO_SLOT, corner, load_entry, load_state, pick, store_state
+from .kda_scan_parts import NEVER, NO_SLOT, corner, load_entry, load_state, pick, store_state, times
 
 # upper halves of wgmma matrix descriptors: swizzle kind, 8-row stride / 16
 SW128 = 0x40000000 | (1024 >> 4)
@@ -55,7 +55,7 @@ class KdaScanSm90:
     def __init__(self, rows: int = 64, stages: int = 6, parts: int = 1):
         assert rows in (64, 128) and parts in (1, 2) and stages >= V_LAG + 3
         self.rows, self.stages, self.parts = rows, stages, parts
-        self.early = 2 * (parts - 1)  # groups of Et that are loaded between the parts; 3 spill
+        self.early = 4 * (parts - 1)  # groups of Et that are loaded between the parts; 3 spill
         self.groups = rows // 64
         self.splits = DIM // rows
         self.warps = 4 * self.groups
@@ -240,13 +240,13 @@ class KdaScanSm90:
         """One thread that finds out which states are wanted, and sends them off.
 
         The scan only has to know the tile after which one is wanted, two ahead. When it has put the
-        state into shared memory, the copy to the slot is this thread's, while the scan runs on.
+        state into shared memory, the copy to its slots is this thread's, while the scan runs on.
         Entries that fit no border of a tile are passed over.
         """
         num_slots = Int32(cute.size(mPool, mode=[0]))
         cursor = Int32(mIndptr[sequence])
         cursor_end = Int32(mIndptr[sequence + 1])
-        target = (
+        rows = (
             Int64(mPool.iterator.toint())
             + (Int64(head) * (DIM * DIM) + split * (self.rows * DIM)) * 4
         )
@@ -254,38 +254,54 @@ class KdaScanSm90:
         # an entry, and the one after it, on its way
         due, slot = load_entry(mOffsets, mSlots, cursor, cursor_end)
         due_after, slot_after = load_entry(mOffsets, mSlots, cursor + 1, cursor_end)
-        # entries must ascend: the largest so far, rounded up to a border
-        border = Int32(1)
-        target_slot = Int32(NO_SLOT)  # of the note before
-        count = Int32(0)  # notes so far
+        border = Int32(0)  # entries must ascend: the largest so far, rounded up to a border
+        # of the note before: the slot, and where more entries of its border may stand
+        noted = Int32(NO_SLOT)
+        more = Int32(0)
+        stop = Int32(0)
+        done = Int32(0)
+        notes = Int32(0)
         is_last = Int32(0)
         while is_last == 0:
             tile = Int32(NEVER)
             wanted = Int32(NO_SLOT)
-            while due <= length and wanted == NO_SLOT:
+            first = cursor
+            offset = border
+            # to the next border that has a slot, and past all its entries
+            while due <= length and (wanted == NO_SLOT or due <= border):
                 if due > border:
                     border = (due + (TILE - 1)) // TILE * TILE
-                if due == border and slot >= 0 and slot < num_slots:
-                    tile = border // TILE - 1
+                is_here = due == border and due > 0 and slot >= 0 and slot < num_slots
+                if is_here and wanted == NO_SLOT:
                     wanted = slot
+                    offset = border
+                    tile = border // TILE - 1
+                    first = cursor + 1
                 cursor += 1
                 due, slot = due_after, slot_after
                 due_after, slot_after = load_entry(mOffsets, mSlots, cursor + 1, cursor_end)
-            sts_b32(base + self.note_base + (count & 1) * 4, tile)
-            if count > 0:
+            sts_b32(base + self.note_base + (notes & 1) * 4, tile)
+            if notes > 0:
                 ptx.mbarrier_arrive(ready)
-                if target_slot == NO_SLOT:
+                if noted == NO_SLOT:
                     is_last = Int32(1)
                 else:
-                    ptx.mbarrier_wait(staged, (count - 1) & 1)
+                    ptx.mbarrier_wait(staged, (notes - 1) & 1)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     source = base + self.export_base
-                    to = target + Int64(target_slot) * stride
-                    bulk_store(to, source, self.export_bytes)
+                    bulk_store(rows + Int64(noted) * stride, source, self.export_bytes)
+                    while more < stop:
+                        again, into = load_entry(mOffsets, mSlots, more, stop)
+                        if again == done and into >= 0 and into < num_slots:
+                            bulk_store(rows + Int64(into) * stride, source, self.export_bytes)
+                        more += 1
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
-            target_slot = wanted
-            count += 1
+            noted = wanted
+            more = first
+            stop = cursor
+            done = offset
+            notes += 1
 
     @cute.jit
     def scan(
@@ -351,7 +367,7 @@ class KdaScanSm90:
             ahead = Int32(1)
             parity = Int32(0)
             ptx.mbarrier_wait(full, 0)
-            count = Int32(0)  # exports so far
+            exported = Int32(0)  # states so far
             ptx.mbarrier_wait(ready, 0)
             due = lds_b32(base + self.note_base)  # the tile whose state is wanted next
 
@@ -415,15 +431,22 @@ class KdaScanSm90:
                 # in the shadow of the projection, the state whole and not yet decayed. This branch
                 # and the edge keep ptxas from mixing the shadow into the chain of products: 0.43 us
                 # a step without two such borders, 0.35 with
-                while step == due:
-                    due = self.stage_state(state, base, ready, staged, warp, lane, count)
-                    count += 1
-                ptx.mbarrier_arrive(barrier)
-                self.load_et(et, et_at, self.early, 8)
-                self.stage_out(oacc, o_store)
-                self.decay(state, et)
-                put(out, 0, ptx.lds_b32x4(o_shared + lane * 16))
-                cute.arch.sync_warp()
+                if step == due:
+                    due = self.next_due(base, ready, exported)
+                    exported += 1
+                    self.stage_state(state, base, warp, lane, et, et_at)
+                    self.stage_out(oacc, o_store)
+                    put(out, 0, ptx.lds_b32x4(o_shared + lane * 16))
+                    cute.arch.sync_warp()
+                    ptx.mbarrier_arrive(staged)
+                    ptx.mbarrier_arrive(barrier)
+                else:
+                    ptx.mbarrier_arrive(barrier)
+                    self.load_et(et, et_at, self.early, 8)
+                    self.stage_out(oacc, o_store)
+                    self.decay(state, et)
+                    put(out, 0, ptx.lds_b32x4(o_shared + lane * 16))
+                    cute.arch.sync_warp()
                 ptx.edge(step, full)
                 self.finish_projection(state, acc, oacc, r, v)
 
@@ -439,41 +462,45 @@ class KdaScanSm90:
             if (tiles - 1) * TILE + o_token < length:
                 ptx.stg_b32x4(o_out, last)
 
-            while tiles - 1 == due:
-                due = self.stage_state(state, base, ready, staged, warp, lane, count)
-                count += 1
+            if tiles - 1 == due:
+                self.next_due(base, ready, exported)
+                self.stage_state(state, base, warp, lane, None, 0)
+                ptx.mbarrier_arrive(staged)
 
         store_state(state, pool, pool_stride, mFinal[sequence], num_slots)
 
-    @cute.jit
+    def next_due(self, base: Int32, ready: Int32, exported: Int32) -> Int32:
+        """Waits for room for a state; the tile after which the next one is wanted."""
+        ptx.mbarrier_wait(ready, exported & 1)
+        return lds_b32(base + self.note_base + ((exported + 1) & 1) * 4)
+
     def stage_state(
-        self,
-        state: cute.Tensor,
-        base: Int32,
-        ready: Int32,
-        staged: Int32,
-        warp: Int32,
-        lane: Int32,
-        count: Int32,
-    ) -> Int32:
-        """Puts the state into shared memory, for `export`; returns the tile of the next one."""
-        ptx.mbarrier_wait(ready, count & 1)
-        due = lds_b32(base + self.note_base + ((count + 1) & 1) * 4)
+        self, state: Any, base: Int32, warp: Int32, lane: Int32, et: Any, et_at: Any
+    ) -> None:
+        """Puts the state into shared memory, for `export`; then decays it, if there is an Et.
+
+        While the stores of two groups of channels are on their way, these groups are decayed.
+        """
         to = base + self.export_base + (warp * 16 + lane // 4) * (DIM * 4) + (lane % 4) * 16
         # odd rows take the two groups of a pair in the other order: no bank meets another
         odd = (lane // 4) % 2
-        for p in range_constexpr(0, 8, 2):
-            for turn in range_constexpr(2):
+        for p in range(0, 8, 2):
+            if et is not None:
+                self.load_et(et, et_at, max(p, self.early), p + 2)
+            for turn in range(2):
                 where = to + ((turn ^ odd) + p) * 64
-                for low in range_constexpr(2):
+                for low in range(2):
                     x = []
                     for i in (0, 1, 4, 5):
                         a = state[8 * (p + turn) + 2 * low + i]
                         b = state[8 * (p + 1 - turn) + 2 * low + i]
                         x.append(pick(odd, b, a))
                     sts_f32x4(where + low * (8 * DIM * 4), x)
-        ptx.mbarrier_arrive(staged)
-        return due
+            if et is not None:
+                # not `decay`: LLVM would merge the two and keep all of Et for it
+                for q in (p, p + 1):
+                    for i in range(8):
+                        state[8 * q + i] = times(state[8 * q + i], et[4 * q + 2 * (i // 4) + i % 2])
 
     def load_et(self, et: cute.Tensor, address: Int32, start: int, stop: int) -> None:
         for p in range(start, stop):

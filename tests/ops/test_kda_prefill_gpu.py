@@ -3,6 +3,7 @@
 What a small case shows on either device is in test_kda.py.
 """
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +149,66 @@ def test_checkpoints(gates: str, pattern: str) -> None:
     }
     alone = prefill(select(case, rows, [p for _, p in prefixes], **slots))[1]
     assert_same("checkpoints", pool[2 * N :], alone[2 * N :])
+
+
+@pytest.mark.parametrize("scan_tile", [0, 1])
+def test_any_checkpoint_entries(scan_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of any offset, order and slot: those that name a border in turn write its state.
+
+    An entry counts if it is a multiple of 16 within the sequence and none before it was larger,
+    rounded up to such a border. Entries of one offset may name several slots.
+    """
+    from torch_kda.cute_kernels import kda_prefill as glue
+
+    monkeypatch.setattr(glue, "choose_scan_tile", lambda *_: scan_tile)
+    rng = random.Random(scan_tile)
+    lengths, E = [100, 16, 0, 7, 96, 333], 48
+    N = len(lengths)
+    clean = make(lengths, exports=every(16, lengths))
+    out_clean, pool_clean = prefill(clean)
+    borders = [(n, p) for n, length in enumerate(lengths) for p in range(16, length + 1, 16)]
+    states = dict(zip(borders, pool_clean[2 * N :], strict=True))
+    first, end = 2 * N, 2 * N + E
+    bare = torch.cat([clean["state_pool"][:first], torch.full((E, 2, K, K), 7.0, device=DEVICE)])
+    for _ in range(40):
+        indptr = [0, *sorted(rng.randint(0, E) for _ in range(N - 1)), E]
+        entries = [
+            _random_offsets(rng, length, indptr[n + 1] - indptr[n])
+            for n, length in enumerate(lengths)
+        ]
+        slots = [
+            slot if rng.random() < 0.9 else rng.choice([-1, -2, -(2**31), 10**6, 2**31 - 1])
+            for slot in rng.sample(range(first, end), E)
+        ]
+        wanted = {slots[indptr[n] + i]: (n, p) for n in range(N) for i, p in _in_turn(entries[n])}
+        wanted = {slot: at for slot, at in wanted.items() if at in states}
+        lists = {"checkpoint_indptr": indptr, "checkpoint_offsets": sum(entries, [])}
+        lists |= {"checkpoint_slots": slots}
+        case = clean | {"state_pool": bare} | {name: ints(x, DEVICE) for name, x in lists.items()}
+        out, pool = prefill(case)
+        assert_same("out", out, out_clean)
+        assert_same("final states", pool[:first], pool_clean[:first])
+        for slot in range(first, end):
+            expected = states[wanted[slot]] if slot in wanted else bare[slot]
+            assert_same(f"slot {slot} of {lists}", pool[slot], expected)
+
+
+def _random_offsets(rng: random.Random, length: int, count: int) -> list[int]:
+    special = [1, 16, 32, 48, 96, length, 2**31 - 1, -(2**31)]
+    offsets = []
+    for _ in range(count):
+        near = [16 * rng.randint(-1, length // 16 + 2), rng.randint(-9, length + 40)]
+        offsets.append(rng.choice(special + near))
+    return sorted(offsets) if rng.random() < 0.6 else offsets
+
+
+def _in_turn(offsets: list[int]) -> Iterator[tuple[int, int]]:
+    """Entries that are borders and below none that came before."""
+    highest = 0
+    for i, offset in enumerate(offsets):
+        if offset > 0 and offset % 16 == 0 and offset >= highest:
+            yield i, offset
+        highest = max(highest, -(-offset // 16) * 16)
 
 
 @pytest.mark.parametrize("gates", ["mixed", "kimi"])
