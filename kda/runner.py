@@ -105,9 +105,13 @@ class ModelRunner:
             self.pools = self._make_pools(
                 config, self.plan.num_state_slots, self.plan.num_kv_blocks
             )
-            pinned = self.device.type == "cuda"
+            is_cuda = self.device.type == "cuda"
+            # for each step in flight: its tokens on the host, and when they are there
             self._hosts = [
-                torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
+                (
+                    torch.zeros(rows, dtype=torch.int64, pin_memory=is_cuda),
+                    torch.cuda.Event() if is_cuda else None,
+                )
                 for _ in range(NUM_IN_FLIGHT)
             ]
             self._turn = 0
@@ -198,14 +202,15 @@ class ModelRunner:
 
     def _copy_out(self, batch: ScheduledBatch, reported: Reported) -> LaunchedStep:
         count = len(batch.rows)
-        host = self._hosts[self._turn][:count]
+        host, copied = self._hosts[self._turn]
+        host = host[:count]
         self._turn = (self._turn + 1) % len(self._hosts)
         host.copy_(self.tokens[:count], non_blocking=True)
-        if self.device.type != "cuda":
+        if copied is None:
             return LaunchedStep(batch, Sampled(host, *reported), None)
         rest = (x if x is None else _to_host(x) for x in reported)
-        copied = torch.cuda.Event()
         copied.record()
+        self.buffers.mark_end(copied)
         return LaunchedStep(batch, Sampled(host, *rest), copied)
 
     # start

@@ -144,8 +144,7 @@ class StepBuffers:
         layout = self._layout(D, T)
         host, (packed, arrays, paddings) = self._hosts[self._turn], layout.hosts[self._turn]
         self._turn = (self._turn + 1) % len(self._hosts)
-        if host.copied is not None:
-            host.copied.synchronize()
+        self._await(host)
         for array, padding in paddings:
             array.fill(padding)
         if not decode:
@@ -157,11 +156,18 @@ class StepBuffers:
         # without prefill tokens there are no sequences, and both prefix sums are their first 0
         if T > 0:
             self._fill_prefill(host, arrays, prefill, D, num_decode)
-        if host.copied is not None:
+        if self._device is not host.packed:
             layout.packed.copy_(packed, non_blocking=True)
-            host.copied.record()
+            host.is_read = True
         self.prev_rows = layout.prev_rows
         return layout.inputs
+
+    def mark_end(self, event: torch.cuda.Event) -> None:
+        """The step that was filled last is over when `event` has happened.
+
+        So its host buffer is waited for by an event that the step records anyway.
+        """
+        self._hosts[self._turn - 1].end = event
 
     def layout(self, D: int, T: int) -> tuple[StepInputs, torch.Tensor]:
         """The tensors that `fill` gives for (D, T), and `prev_rows` of that layout."""
@@ -174,6 +180,16 @@ class StepBuffers:
         rows = prev_rows.clamp(min=0)
         taken = torch.where(prev_rows < 0, inputs.input_ids, sampled[rows])
         inputs.input_ids.copy_(taken)
+
+    def _await(self, host: "_Host") -> None:
+        """Until the copy from this buffer has ended."""
+        if not host.is_read:
+            return
+        if host.end is not None:
+            host.end.synchronize()
+        else:
+            torch.cuda.current_stream(self._device.device).synchronize()
+        host.is_read, host.end = False, None
 
     def _sizes(self, D: int, T: int) -> dict[str, int]:
         """Leading sizes, in packed order. The table comes last: its tail isn't copied."""
@@ -199,7 +215,7 @@ class StepBuffers:
     def _new_host(self, size: int, *, pin: bool) -> "_Host":
         packed = torch.zeros(size, dtype=torch.int32, pin_memory=pin)
         arrays = {name: self._view(packed, name).numpy() for name in self._shapes}
-        return _Host(packed, arrays, torch.cuda.Event() if pin else None)
+        return _Host(packed, arrays)
 
     def _view(self, packed: torch.Tensor, name: str) -> torch.Tensor:
         begin, shape = self._offsets[name], self._shapes[name]
@@ -351,8 +367,9 @@ class _Host:
 
     packed: torch.Tensor  # [size] int32, pinned on CUDA
     arrays: dict[str, np.ndarray]  # its tensors at full capacity
-    copied: torch.cuda.Event | None  # the last copy from it has ended; None where nothing is copied
     tables: list[Sequence[int]] = field(init=False)  # what stands in each row of the block table
+    is_read: bool = False  # a copy from it may be under way
+    end: torch.cuda.Event | None = None  # it is over then; None: when the stream is idle
 
     def __post_init__(self) -> None:
         self.tables = [()] * len(self.arrays["block_table"])
