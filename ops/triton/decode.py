@@ -12,7 +12,9 @@ from .functions import decay, sigmoid, silu_taps, slot_or_none
 
 K_INNER = 32  # channels of a key that lie side by side in the tile of a state
 WINDOW_BLOCK = 512
-PARTS, NUM_WARPS = 4, 4
+# fastest of 1, 2, 4 and 8 parts of a state and of 4 and 8 warps at D=1..256 on H200; a state that
+# stays in registers over several tokens spills in two parts
+PARTS, PARTS_OF_DRAFTS, NUM_WARPS = 2, 4, 4
 
 
 def kda_decode(
@@ -33,13 +35,13 @@ def kda_decode(
     lower_bound: float | None,
     scale: float,
     eps: float,
-    parts: int = PARTS,
+    parts: int | None = None,
     num_warps: int = NUM_WARPS,
-    maxnreg: int | None = None,
 ) -> Tensor:
     """`ops.kda.kda_decode`; K and V are powers of two, K a multiple of 32.
 
-    One program has a head of a row: its state stays in registers over the row's tokens.
+    One program has a head of a row: its state stays in registers over the row's tokens, cut along
+    V, so that while one part is computed and written the next ones arrive.
     """
     (D, M), (num_slots, HV, V, K) = dst_slots.shape, state_pool.shape
     out = qkv.new_empty(D * M, HV * V)
@@ -58,12 +60,11 @@ def kda_decode(
         K=K,
         V=V,
         K_INNER=K_INNER,
-        PARTS=parts,
+        PARTS=parts or (PARTS if M == 1 else PARTS_OF_DRAFTS),
         IS_BOUNDED=lower_bound is not None,
         HAS_COUNTS=num_tokens is not None,
         OWNS_QK=HV == H,
         num_warps=num_warps,
-        maxnreg=maxnreg,
     )
     if HV != H:
         # several heads read a query/key window: it is written when all of them are done
@@ -124,9 +125,8 @@ def _decode_kernel(
     is_row = count > 0
     slot = tl.where(is_row, src, 0).to(tl.int64)
 
-    # The state is cut along V: while one part is computed or written, the next ones arrive. A tile
-    # of a part is [V / PARTS, K / K_INNER, K_INNER]: loads are 128-byte pieces of rows, and three
-    # quarters of a sum over K stay in a thread.
+    # A tile of a part is [V / PARTS, K / K_INNER, K_INNER]: loads are 128-byte pieces of rows, and
+    # three quarters of a sum over K stay in a thread.
     ROWS: tl.constexpr = V // PARTS
     v_in = tl.arange(0, ROWS)[:, None, None]
     k_out = tl.arange(0, K // K_INNER)[None, :, None]
