@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch_kda.ops.kda import kda_plan, kda_prefill
+from torch_kda.ops.kda import kda_prefill
 from torch_kda.ops.reference import kda_recurrent_ref
 from torch_kda.tests.checks import assert_same
 from torch_kda.tests.ops.cases import Case, ints, run, to
@@ -325,7 +325,6 @@ def test_no_host_sync() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         kda_prefill(**case)
-        kda_plan(case["cu_seqlens"], case["q"].shape[0])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -359,8 +358,7 @@ def test_compiled_and_captured() -> None:
     """Inside one compiled graph, and that inside a CUDA graph: the bits of eager."""
 
     def step(case: Case) -> Tensor:
-        plan = kda_plan(case["cu_seqlens"], case["q"].shape[0])
-        return kda_prefill(**case, plan=plan) + 1
+        return kda_prefill(**case) + 1
 
     case = make([100, 61], exports=every(16, [100, 61]))
     expected, pool = prefill(case)
