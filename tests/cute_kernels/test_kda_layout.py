@@ -84,18 +84,22 @@ def test_order(N: int) -> None:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_kda_prepare_finds_its_tile(lengths: list[int], run: Callable[..., Written]) -> None:
-    """Of tiles with rows, without any, and with rows of no sequence: the first, the last, some."""
+    """Tiles with rows, without any, and with rows of no sequence: the first, the last, some; and
+    those of sequences about the ends of what a round of the search tells apart.
+    """
     case = make_case(lengths, spare_rows=37)
     rows = case.tiles[:, 1]
+    borders = [n for n in (30, 31, 32, 61, 62, 63, 1021, 1022) if n < len(lengths)]
+    border_tiles = {case.cu_seqlens[n] // 16 + n for n in borders}
     kinds = [torch.nonzero(kind).flatten().tolist() for kind in (rows > 0, rows == 0, rows < 0)]
     rng = random.Random(0)
     picked = [x if len(x) < NUM_SAMPLED else [x[0], x[-1], *rng.sample(x, 4)] for x in kinds[:2]]
-    blocks = [1 + tile for tile in {*picked[0], *picked[1], *kinds[2]}]
-    got = run(case, blocks)
-    is_written = (got.records != 0xFF).any(1)
-    assert torch.nonzero(is_written).flatten().tolist() == sorted(set(picked[0]))
+    tiles = {*picked[0], *picked[1], *kinds[2], *border_tiles}
+    got = run(case, [1 + tile for tile in tiles])
+    written = sorted(tile for tile in tiles if rows[tile] > 0)
+    assert torch.nonzero((got.records != 0xFF).any(1)).flatten().tolist() == written
     want = mirror.pack_records(case.records())
-    for tile in set(picked[0]):
+    for tile in written:
         # Et alone tells the tiles apart; its fields are compared in test_kda_prepare.py
         x, y = (image[tile, 12800:].view(torch.float32) for image in (got.records, want))
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-30)
