@@ -94,7 +94,18 @@ def test_batches(gates: str, N: int) -> None:
     lengths = [(37 * n + 11) % 71 for n in range(N)]
     for empty in {0, N // 2, N - 1} if N > 2 else ():
         lengths[empty] = 0
-    case = make(lengths, gates, HV=4)
+    assert_batch(lengths, gates)
+
+
+@pytest.mark.parametrize("N", [31, 32, 33, 1023, 4096])
+def test_mostly_empty(N: int) -> None:
+    """Up to 96 empty sequences between two: a search for a tile's sequence passes over them."""
+    assert_batch([(30 + n % 64) * (n % 97 == 5) for n in range(N)], "mixed", padding=100)
+
+
+def assert_batch(lengths: list[int], gates: str, padding: int = 3) -> None:
+    N = len(lengths)
+    case = make(lengths, gates, HV=4, padding=padding)
     out, pool = prefill(case)
     assert_accurate(case, (out, pool), truth_of(case), BOUNDS[gates])
     for n in (n for n in range(N) if lengths[n] == 0):
