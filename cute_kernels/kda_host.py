@@ -10,9 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.cutlass_dsl import select_
 
-from .kda_plan import KdaPlan
 from .kda_prepare import KdaPrepareSm90
 from .kda_record import DIM, RECORD_BYTES, TILE
 from .kda_scan import KdaScanSm90
@@ -21,11 +19,10 @@ from .tiles import SCAN_TILES
 
 
 class KdaPrefill:
-    """One call of the op: [plan], prepare, scan, on one stream."""
+    """One call of the op: prepare, then scan, on one stream."""
 
     def __init__(self, arch: str, gate: str):
         self.gate = gate
-        self.plan = KdaPlan()
         self.prepare = KdaPrepareSm90(bounded=gate == "bounded")
         tiles = [tile for tile, _ in SCAN_TILES]
         if arch == "sm_90a":
@@ -50,7 +47,6 @@ class KdaPrefill:
         mIndptr: cute.Tensor,
         mOffsets: cute.Tensor,
         mSlots: cute.Tensor,
-        mPlan: cute.Tensor,
         mRecords: cute.Tensor,
         mO: cute.Tensor,
         lower_bound: Float32,
@@ -59,47 +55,34 @@ class KdaPrefill:
         scan_tile: Int32,
         stream: Any,
     ):
-        """`stages`: bits of what is launched, 1 plan, 2 prepare, 4 scan; with bit 8 the plan lies
-        behind the records. `scan_tile` of SCAN_TILES.
+        """`mRecords`: the records, and behind them the order of sequences, 16 bytes for each.
 
-        Without tokens nothing is launched; the kernels are still loaded.
+        `stages`: bits of what is launched, 1 prepare, 2 scan. `scan_tile` of SCAN_TILES. Without
+        tokens nothing is launched; the kernels are still loaded.
         """
         num_tokens = Int32(cute.size(mQ, mode=[0]))
         num_sequences = Int32(cute.size(mInitial, mode=[0]))
         num_tiles = (num_tokens + (TILE - 1)) // TILE + num_sequences
         record_bytes = Int64(num_tiles) * Int32(cute.size(mV, mode=[1])) * RECORD_BYTES
-        own_plan = Int64(mRecords.iterator.toint()) + record_bytes
-        address = select_(stages & 8 != 0, own_plan, Int64(mPlan.iterator.toint()))
-        plan = cute.make_tensor(
+        address = Int64(mRecords.iterator.toint()) + record_bytes
+        order = cute.make_tensor(
             cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16),
-            cute.make_layout(4 * num_sequences + 2 * num_tiles),
+            cute.make_layout(4 * num_sequences),
         )
-        _name_kernel(self.plan, "kda_plan")
         _name_kernel(self.prepare, f"kda_prepare_{self.gate}")
         if num_tokens > 0:
             if stages & 1 != 0:
-                self.plan(mCuSeqlens, plan, num_tokens, stream)
-            if stages & 2 != 0:
                 self.prepare(
-                    mQ, mK, mG, mBeta, mALog, mDtBias, plan, mRecords, mO,
+                    mQ, mK, mG, mBeta, mALog, mDtBias, mCuSeqlens, mRecords, order, mO,
                     num_sequences, lower_bound, scale, stream,
                 )  # fmt: skip
             for i in range_constexpr(len(self.scans)):
                 _name_kernel(self.scans[i], f"kda_scan_v{self.scans[i].rows}")
-                if stages & 4 != 0 and scan_tile == i:
+                if stages & 2 != 0 and scan_tile == i:
                     self.scans[i](
-                        mRecords, mV, mO, mPool, plan, mInitial, mFinal,
+                        mRecords, mV, mO, mPool, order, mInitial, mFinal,
                         mIndptr, mOffsets, mSlots, stream,
                     )  # fmt: skip
-
-
-@cute.jit
-def make_plan(mCuSeqlens: cute.Tensor, mPlan: cute.Tensor, num_tokens: Int32, stream: Any):
-    """Without tokens (num_tokens -1) nothing is launched; the kernel is still loaded."""
-    plan = KdaPlan()
-    _name_kernel(plan, "kda_plan")
-    if num_tokens >= 0:
-        plan(mCuSeqlens, mPlan, num_tokens, stream)
 
 
 def _name_kernel(kernel: Any, name: str) -> None:
@@ -121,18 +104,11 @@ def prefill(arch: str, gate: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         pool,
         *(_list(), _list(N), _list(N)),
         *(_list(), _list(E), _list(E)),
-        _list(align=16),
         _tensor(Uint8, (cute.sym_int64(),), (1,), align=128),
         _rows(T, HV),
         *(Float32(0), Float32(0), Int32(0), Int32(0)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-
-
-def plan(arch: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`make_plan` and its arguments; the same for every arch."""
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return make_plan, (_list(), _list(align=16), Int32(0), stream)
 
 
 def _rows(T: Any, heads: Any) -> Any:

@@ -13,6 +13,7 @@ from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from . import ptx
+from .kda_layout import find_rows, load_start, narrow, order_sequences
 from .kda_prepare_parts import (
     LOG2E,
     SMEM_BYTES,
@@ -25,7 +26,6 @@ from .kda_prepare_parts import (
     bulk_store,
     ex2,
     fma,
-    ldg_b32x2,
     ldg_bf16,
     ldg_f32,
     lds_b32,
@@ -182,8 +182,9 @@ class KdaPrepareSm90:
         mBeta: cute.Tensor,
         mALog: cute.Tensor,
         mBias: cute.Tensor,
-        mPlan: cute.Tensor,
+        mCuSeqlens: cute.Tensor,
         mRecords: cute.Tensor,
+        mOrder: cute.Tensor,
         mO: cute.Tensor,
         num_sequences: Int32,
         lower_bound: Float32,
@@ -195,10 +196,10 @@ class KdaPrepareSm90:
         by_heads = cute.FastDivmodDivisorV2(heads)
         by_group = cute.FastDivmodDivisorV2(heads // cute.size(mQ, mode=[1]))
         self.kernel(
-            mQ, mK, mG, mBeta, mALog, mBias, mPlan, mRecords, mO,
+            mQ, mK, mG, mBeta, mALog, mBias, mCuSeqlens, mRecords, mOrder, mO,
             num_sequences, lower_bound, scale, by_heads, by_group,
         ).launch(
-            grid=[tiles * heads, 1, 1],
+            grid=[1 + tiles * heads, 1, 1],
             block=[THREADS, 1, 1],
             smem=self.gate.smem_bytes,
             min_blocks_per_mp=self.min_blocks,
@@ -215,8 +216,9 @@ class KdaPrepareSm90:
         mBeta: cute.Tensor,
         mALog: cute.Tensor,
         mBias: cute.Tensor,
-        mPlan: cute.Tensor,
+        mCuSeqlens: cute.Tensor,
         mRecords: cute.Tensor,
+        mOrder: cute.Tensor,
         mO: cute.Tensor,
         num_sequences: Int32,
         lower_bound: Float32,
@@ -225,18 +227,54 @@ class KdaPrepareSm90:
         by_group: cute.FastDivmodDivisorV2,
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        item, _, _ = cute.arch.block_idx()  # heads of a tile are neighbours: so are their rows
+        block, _, _ = cute.arch.block_idx()
         base = Int32(SmemAllocator().allocate(self.gate.smem_bytes, 128).toint())
-        tile, head = divmod(item, by_heads)
+        num_tokens = Int32(cute.size(mQ, mode=[0]))
+        starts = Int64(mCuSeqlens.iterator.toint())
+        if block > 0:
+            self.make_record(
+                mQ, mK, mG, mBeta, mALog, mBias, mRecords, mO,
+                starts, num_sequences, num_tokens, lower_bound, scale, by_heads, by_group,
+                block, base, tidx,
+            )  # fmt: skip
+        else:  # of all CTAs it may take the longest, so it starts first
+            order = Int64(mOrder.iterator.toint())
+            order_sequences(starts, order, num_sequences, num_tokens, base, tidx)
+
+    @cute.jit
+    def make_record(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mG: cute.Tensor,
+        mBeta: cute.Tensor,
+        mALog: cute.Tensor,
+        mBias: cute.Tensor,
+        mRecords: cute.Tensor,
+        mO: cute.Tensor,
+        starts: Int64,
+        num_sequences: Int32,
+        num_tokens: Int32,
+        lower_bound: Float32,
+        scale: Float32,
+        by_heads: cute.FastDivmodDivisorV2,
+        by_group: cute.FastDivmodDivisorV2,
+        block: Int32,
+        base: Int32,
+        tidx: Int32,
+    ):
+        """Of one (tile, head): heads of a tile are neighbours, and so are their rows."""
+        tile, head = divmod(block - 1, by_heads)
         qk_head = head // by_group
         warp = cute.arch.make_warp_uniform(tidx // 32)
-        lane = tidx % 32
-        plan = Int64(mPlan.iterator.toint()) + Int64(num_sequences) * 16
-        first, valid = ldg_b32x2(plan + Int64(tile) * 8)
+        lane = Int32(cute.arch.lane_idx())
+        low, count = narrow(starts, num_sequences, num_tokens, tile, lane)
+        start = load_start(starts, low + lane, num_sequences, num_tokens)
         # volatile, so that these loads too are under way before anything waits
         a_log = ldg_f32(Int64(mALog.iterator.toint()) + Int64(head) * 4)
         bias_at = row_address(mBias, head) + tidx * 8
         bias = [ldg_f32(bias_at), ldg_f32(bias_at + 4)]
+        first, valid = find_rows(start, low, count, num_sequences, num_tokens, tile, lane)
         if valid > 0:
             self.load(mQ, mK, mG, base, warp, lane, first, valid, head, qk_head)
             # the floor keeps the product with the lowest bf16 (an absent row) huge
@@ -248,7 +286,7 @@ class KdaPrepareSm90:
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             self.record(base, warp, lane, valid, beta, gate, scale)
-            self.store(mRecords, item, base, tidx)
+            self.store(mRecords, block, base, tidx)
         else:
             row = row_address(mO, first) + (head * DIM + tidx * 2) * 2
             for _ in cutlass.range(-valid, unroll=1):
@@ -329,12 +367,12 @@ class KdaPrepareSm90:
         sts_f32x2(base + ET + (warp * 64 + lane * 2) * 4, et)
 
     @cute.jit
-    def store(self, mRecords: cute.Tensor, item: Int32, base: Int32, tidx: Int32):
+    def store(self, mRecords: cute.Tensor, block: Int32, base: Int32, tidx: Int32):
         """Send the record off as it lies in shared memory."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         if tidx == 0:
-            record = Int64(mRecords.iterator.toint()) + Int64(item) * RECORD_BYTES
+            record = Int64(mRecords.iterator.toint()) + Int64(block) * RECORD_BYTES - RECORD_BYTES
             bulk_store(record, base, RECORD_BYTES)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

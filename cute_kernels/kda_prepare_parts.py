@@ -155,9 +155,8 @@ def sts_f32x4(address: Any, x: Any) -> None:
     op([], text, Int32(address), *map(Float32, x), memory=True)
 
 
-def ldg_b32x2(address: Any) -> Any:
-    text = "ld.global.v2.b32 {$0, $1}, [$2];"
-    return op([Int32] * 2, text, Int64(address), memory=True)
+def ldg_b32(address: Any) -> Any:
+    return op([Int32], "ld.global.b32 $0, [$1];", Int64(address), memory=True)
 
 
 def ldg_f32(address: Any) -> Any:

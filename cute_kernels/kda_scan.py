@@ -77,7 +77,7 @@ class KdaScanSm90:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mPool: cute.Tensor,
-        mPlan: cute.Tensor,
+        mOrder: cute.Tensor,
         mInitial: cute.Tensor,
         mFinal: cute.Tensor,
         mIndptr: cute.Tensor,
@@ -88,7 +88,7 @@ class KdaScanSm90:
         heads = Int32(cute.size(mV, mode=[1]))
         sequences = cute.size(mInitial, mode=[0])
         self.kernel(
-            mRecords, mV, mO, mPool, mPlan, mInitial, mFinal, mIndptr, mOffsets, mSlots, heads
+            mRecords, mV, mO, mPool, mOrder, mInitial, mFinal, mIndptr, mOffsets, mSlots, heads
         ).launch(
             grid=[heads * self.splits, sequences, 1],
             block=[self.threads, 1, 1],
@@ -103,7 +103,7 @@ class KdaScanSm90:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mPool: cute.Tensor,
-        mPlan: cute.Tensor,
+        mOrder: cute.Tensor,
         mInitial: cute.Tensor,
         mFinal: cute.Tensor,
         mIndptr: cute.Tensor,
@@ -132,7 +132,7 @@ class KdaScanSm90:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        entry = Int64(mPlan.iterator.toint()) + Int64(rank) * 16
+        entry = Int64(mOrder.iterator.toint()) + Int64(rank) * 16
         sequence, first, length, tile0 = ptx.ldg_b32x4(entry)
         length = cute.arch.make_warp_uniform(length)
         tiles = (length + (TILE - 1)) // TILE

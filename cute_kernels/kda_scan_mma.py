@@ -56,7 +56,7 @@ class KdaScanMma:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mPool: cute.Tensor,
-        mPlan: cute.Tensor,
+        mOrder: cute.Tensor,
         mInitial: cute.Tensor,
         mFinal: cute.Tensor,
         mIndptr: cute.Tensor,
@@ -67,7 +67,7 @@ class KdaScanMma:
         heads = Int32(cute.size(mV, mode=[1]))
         sequences = cute.size(mInitial, mode=[0])
         self.kernel(
-            mRecords, mV, mO, mPool, mPlan, mInitial, mFinal, mIndptr, mOffsets, mSlots, heads
+            mRecords, mV, mO, mPool, mOrder, mInitial, mFinal, mIndptr, mOffsets, mSlots, heads
         ).launch(
             grid=[heads * self.splits, sequences, 1],
             block=[self.threads, 1, 1],
@@ -84,7 +84,7 @@ class KdaScanMma:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mPool: cute.Tensor,
-        mPlan: cute.Tensor,
+        mOrder: cute.Tensor,
         mInitial: cute.Tensor,
         mFinal: cute.Tensor,
         mIndptr: cute.Tensor,
@@ -110,7 +110,7 @@ class KdaScanMma:
         cute.arch.sync_threads()
 
         sequence, first, length, tile0 = ptx.ldg_b32x4(
-            Int64(mPlan.iterator.toint()) + Int64(rank) * 16
+            Int64(mOrder.iterator.toint()) + Int64(rank) * 16
         )
         tiles = (length + (TILE - 1)) // TILE
         if warp == self.warps:

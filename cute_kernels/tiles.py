@@ -1,5 +1,6 @@
 """Tile configurations of the kernels, and the choice by shape; it changes no bit of a result."""
 
+import functools
 from dataclasses import dataclass
 
 
@@ -21,6 +22,7 @@ SCAN_TILES = (
 )
 
 
+@functools.cache  # asked in every call
 def choose_scan_tile(num_sequences: int, num_heads: int, num_sms: int) -> int:
     """Index into SCAN_TILES: the first whose CTAs an SM stay within its limit."""
     chains = num_sequences * num_heads

@@ -48,23 +48,18 @@ class KDAMixer(nn.Module):
         self.o_proj = Linear(size, config.hidden_size, dtype=dtype)
 
     def forward(
-        self,
-        x: Tensor,
-        inputs: StepInputs,
-        plan: Tensor | None,
-        state_pool: Tensor,
-        conv_pool: Tensor,
+        self, x: Tensor, inputs: StepInputs, state_pool: Tensor, conv_pool: Tensor
     ) -> Tensor:
-        """x [M, hidden] to [M, hidden]; `plan` is None where there are no prefill tokens."""
+        """x [M, hidden] to [M, hidden]."""
         num_decode = inputs.decode_dst_slots.numel()
         rows = self._project(x)
         outputs = []
         if num_decode > 0:
             decode = _KDARows(*(y[:num_decode] for y in rows))
             outputs.append(self._decode(decode, inputs, state_pool, conv_pool))
-        if plan is not None:
+        if x.shape[0] > num_decode:
             prefill = _KDARows(*(y[num_decode:] for y in rows))
-            outputs.append(self._prefill(prefill, inputs, plan, state_pool, conv_pool))
+            outputs.append(self._prefill(prefill, inputs, state_pool, conv_pool))
         return self.o_proj(_join(outputs))
 
     def _project(self, x: Tensor) -> "_KDARows":
@@ -94,12 +89,7 @@ class KDAMixer(nn.Module):
         )
 
     def _prefill(
-        self,
-        rows: "_KDARows",
-        inputs: StepInputs,
-        plan: Tensor,
-        state_pool: Tensor,
-        conv_pool: Tensor,
+        self, rows: "_KDARows", inputs: StepInputs, state_pool: Tensor, conv_pool: Tensor
     ) -> Tensor:
         sequences = (
             inputs.cu_seqlens,
@@ -121,7 +111,6 @@ class KDAMixer(nn.Module):
             self.dt_bias,
             state_pool,
             *sequences,
-            plan,
             lower_bound=self.lower_bound,
         )
         return gated_rms_norm(o, rows.gate, self.o_norm, eps=self.eps).flatten(1)

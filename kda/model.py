@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.kda import kda_plan
 from .config import ModelConfig
 from .layers import GatedMLP, Linear, MoE, RMSNorm, empty_parameter
 from .mixers import AttentionMixer, KDAMixer
@@ -76,9 +75,6 @@ class KDAForCausalLM(nn.Module):
             logits: [R, vocab] fp32.
         """
         num_prefill_tokens = inputs.input_ids.shape[0] - inputs.decode_dst_slots.numel()
-        plan = None
-        if num_prefill_tokens > 0:
-            plan = kda_plan(inputs.cu_seqlens, num_prefill_tokens)
         is_real = _real_rows(inputs, num_prefill_tokens)
         states, windows, kvs = iter(state_pools), iter(conv_pools), iter(kv_pools)
         x, change = F.embedding(inputs.input_ids, self.embed), None
@@ -86,7 +82,7 @@ class KDAForCausalLM(nn.Module):
             assert isinstance(block, Block)
             x, y = block.mixer_norm.add(x, change)
             if isinstance(block.mixer, KDAMixer):
-                change = block.mixer(y, inputs, plan, next(states), next(windows))
+                change = block.mixer(y, inputs, next(states), next(windows))
             else:
                 change = block.mixer(y, inputs, next(kvs))
             x, y = block.mlp_norm.add(x, change)

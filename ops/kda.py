@@ -3,38 +3,11 @@
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import reference
-from .kda_checks import check_decode, check_plan, check_prefill, num_tiles, plan_size
-from .library import INT, check_starts, define_op, is_traced
-
-
-def kda_plan(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Lays out a prefill in tiles of 16 tokens; made once a forward, for every `kda_prefill` in it.
-
-    N >= 1 sequences in T = num_tokens rows at most. A tile holds tokens of one sequence only, tiles
-    of a sequence are consecutive, and C = ceil(T / 16) + N tiles suffice.
-
-    Args:
-        cu_seqlens: [N+1] int32. Start of each sequence, and the end; the last value may repeat.
-        num_tokens: Rows that q, k and v will have, >= 0.
-
-    Returns:
-        plan: [4 N + 2 C] int32, on cu_seqlens' device. For each sequence (its number, first row,
-            length, first tile), from the longest class of lengths to the shortest; then for each
-            tile (first row, number of rows in 1..16). Tiles past the last one are (row, -rows):
-            rows of no sequence, 0..16 of them.
-
-    Raises:
-        ValueError: cu_seqlens or num_tokens is not as above. Values of cu_seqlens are only looked
-            at on a CPU; wrong ones on CUDA give a useless plan, and nothing outside it is touched.
-        NotImplementedError: on CUDA, more than 4096 sequences.
-    """
-    if not is_traced():
-        check_plan(cu_seqlens, num_tokens)
-    return _kda_plan(cu_seqlens, num_tokens)
+from .kda_checks import check_decode, check_prefill
+from .library import check_starts, define_op, is_traced
 
 
 def kda_prefill(
@@ -52,7 +25,6 @@ def kda_prefill(
     checkpoint_indptr: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     checkpoint_slots: Tensor | None = None,
-    plan: Tensor | None = None,
     *,
     lower_bound: float | None = None,
     scale: float | None = None,
@@ -88,7 +60,6 @@ def kda_prefill(
         checkpoint_offsets: [E] int32. Tokens from the sequence's start in this call, ascending,
             multiples of 16, in 1..length. Any other entry is skipped.
         checkpoint_slots: [E] int32. State written after that many tokens. -1: skipped.
-        plan: From `kda_plan(cu_seqlens, T)`. None: made here.
         lower_bound: Floor of g, in [-5, 0). None: the softplus gate, which has none.
         scale: Default: K ** -0.5.
 
@@ -106,16 +77,21 @@ def kda_prefill(
 
     Source: Kimi Linear (arXiv 2510.26692). Reference: `ops.reference.kda_prefill_ref`.
     """
-    tensors = (
-        *(q, k, v, g_raw, beta_logit, A_log, dt_bias, state_pool),
-        *(cu_seqlens, initial_slots, final_slots),
-        *(checkpoint_indptr, checkpoint_offsets, checkpoint_slots, plan),
-    )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     # on CUDA the compiled call checks, at no cost; these come when it has found something
     if not (q.is_cuda or is_traced()):
-        check_prefill(*tensors, lower_bound=lower_bound)
-    return _kda_prefill(*tensors, lower_bound=lower_bound, scale=scale)
+        check_prefill(
+            q, k, v, g_raw, beta_logit, A_log, dt_bias, state_pool,
+            cu_seqlens, initial_slots, final_slots,
+            checkpoint_indptr, checkpoint_offsets, checkpoint_slots, lower_bound=lower_bound,
+        )  # fmt: skip
+    return _kda_prefill(
+        q, k, v, g_raw, beta_logit, A_log, dt_bias, state_pool,
+        cu_seqlens, initial_slots, final_slots,
+        checkpoint_indptr, checkpoint_offsets, checkpoint_slots,
+        lower_bound=lower_bound, scale=scale,
+    )  # fmt: skip
 
 
 def kda_decode(
@@ -189,42 +165,6 @@ def kda_decode(
     return _kda_decode(*tensors, lower_bound=lower_bound, scale=scale, eps=eps)
 
 
-def _kda_plan_cpu(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    check_starts("kda_plan", "cu_seqlens", cu_seqlens, num_tokens)
-    N, C = cu_seqlens.shape[0] - 1, num_tiles(cu_seqlens.shape[0] - 1, num_tokens)
-    start, length = cu_seqlens, cu_seqlens.diff()
-    tiles = (length + reference.CHUNK - 1) // reference.CHUNK
-    ends = tiles.cumsum(0, dtype=INT)
-    order = _length_class(tiles).argsort(descending=True, stable=True)
-    sequences = torch.stack([torch.arange(N, dtype=INT), start[:-1], length, ends - tiles], dim=1)
-    return torch.cat([sequences[order].flatten(), _plan_tiles(start, tiles, ends, num_tokens, C)])
-
-
-def _length_class(tiles: Tensor) -> Tensor:
-    """Two classes for each power of two of the number of tiles; 31 is the last."""
-    octave = sum((tiles >= 2**i).to(INT) for i in range(1, 31))
-    half = torch.where(tiles == 1, 1, (tiles >> (octave - 1).clamp(min=0)) & 1)
-    return torch.where(tiles == 0, 0, (2 * octave + half).clamp(max=31))
-
-
-def _plan_tiles(start: Tensor, tiles: Tensor, ends: Tensor, num_tokens: int, C: int) -> Tensor:
-    tile = torch.arange(C, dtype=INT)
-    row = start[-1] + (tile - tiles.sum()) * reference.CHUNK
-    row = row.clamp(max=num_tokens)
-    rows = -(num_tokens - row).clamp(max=reference.CHUNK)
-    n = torch.searchsorted(ends, tile, right=True)
-    is_tile = n < tiles.shape[0]
-    n = n[is_tile]
-    first = start[n] + (tile[is_tile] - (ends - tiles)[n]) * reference.CHUNK
-    row[is_tile] = first
-    rows[is_tile] = (start[n + 1] - first).clamp(max=reference.CHUNK)
-    return torch.stack([row, rows], dim=1).flatten().to(INT)
-
-
-def _kda_plan_cuda(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    return _cuda().make_plan(cu_seqlens, num_tokens)
-
-
 def _kda_prefill_cpu(*tensors: Any, lower_bound: float | None, scale: float) -> Tensor:
     check_starts("kda_prefill", "cu_seqlens", tensors[8], tensors[0].shape[0])
     if (indptr := tensors[11]) is not None:
@@ -266,22 +206,11 @@ def _kda_decode_fake(*tensors: Any, lower_bound: float | None, scale: float, eps
     return qkv.new_empty(qkv.shape[0], gate.shape[1] * gate.shape[2])
 
 
-def _kda_plan_fake(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    check_plan(cu_seqlens, num_tokens)
-    return cu_seqlens.new_empty(plan_size(cu_seqlens.shape[0] - 1, num_tokens))
-
-
-_kda_plan = define_op(
-    "kda_plan(Tensor cu_seqlens, SymInt num_tokens) -> Tensor",
-    cpu=_kda_plan_cpu,
-    cuda=_kda_plan_cuda,
-    fake=_kda_plan_fake,
-)
 _kda_prefill = define_op(
     "kda_prefill(Tensor q, Tensor k, Tensor v, Tensor g_raw, Tensor beta_logit, Tensor A_log, "
     "Tensor dt_bias, Tensor(a!) state_pool, Tensor cu_seqlens, Tensor initial_slots, "
     "Tensor final_slots, Tensor? checkpoint_indptr, Tensor? checkpoint_offsets, "
-    "Tensor? checkpoint_slots, Tensor? plan, *, float? lower_bound, float scale) -> Tensor",
+    "Tensor? checkpoint_slots, *, float? lower_bound, float scale) -> Tensor",
     cpu=_kda_prefill_cpu,
     cuda=_kda_prefill_cuda,
     fake=_kda_prefill_fake,

@@ -1,4 +1,4 @@
-"""What the KDA ops ask of their arguments, and the size of a plan."""
+"""What the KDA ops ask of their arguments."""
 
 import torch
 from torch import Tensor
@@ -13,31 +13,8 @@ from .library import (
     require,
     wide_dtype,
 )
-from .reference import CHUNK
 
-MAX_SEQUENCES = 4096  # of a call on CUDA: one CTA lays all of them out
-
-
-def num_tiles(N: int, T: int) -> int:
-    """C of `kda_plan`."""
-    return (T + CHUNK - 1) // CHUNK + N
-
-
-def plan_size(N: int, T: int) -> int:
-    """Elements of a plan."""
-    return 4 * N + 2 * num_tiles(N, T)
-
-
-def check_plan(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raises what `kda_plan` says it raises; so do the two below."""
-    op, shape = "kda_plan", list(cu_seqlens.shape)
-    check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", INT, {})
-    require(shape[0] >= 2, op, "cu_seqlens", "[N+1] with N >= 1", shape)
-    require(num_tokens >= 0, op, "num_tokens", ">= 0", num_tokens)
-    check_inner(op, "cu_seqlens", cu_seqlens, 1)
-    check_device(op, {"cu_seqlens": cu_seqlens})
-    if cu_seqlens.is_cuda:
-        _check_sequences(op, shape[0] - 1)
+MAX_SEQUENCES = 4096  # of a call on CUDA: one CTA puts all of them in order
 
 
 def check_prefill(
@@ -55,10 +32,10 @@ def check_prefill(
     checkpoint_indptr: Tensor | None,
     checkpoint_offsets: Tensor | None,
     checkpoint_slots: Tensor | None,
-    plan: Tensor | None,
     *,
     lower_bound: float | None,
 ) -> None:
+    """Raises what `kda_prefill` says it raises; the one below likewise."""
     op, dims = "kda_prefill", {}
     check_tensor(op, "q", q, "T H K", FLOATS, dims)
     dtype, wide = q.dtype, wide_dtype(q)
@@ -73,9 +50,6 @@ def check_prefill(
     check_tensor(op, "final_slots", final_slots, "N", INT, dims)
     check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", INT, dims)
     csr = check_csr(op, checkpoint_indptr, checkpoint_offsets, checkpoint_slots, dims)
-    if plan is not None:
-        dims["P"] = plan_size(dims["N"], dims["T"])
-        check_tensor(op, "plan", plan, "P", INT, dims)
     require(dims["H"] >= 1, op, "q", "[T, H, K] with H >= 1", list(q.shape))
     require(dims["HV"] % dims["H"] == 0, op, "v", f"of HV % H={dims['H']} == 0", dims["HV"])
     rows = {"q": q, "k": k, "v": v, "g_raw": g_raw}
@@ -83,13 +57,13 @@ def check_prefill(
         check_inner(op, name, x, 2)
     small = {"A_log": A_log, "dt_bias": dt_bias}
     lists = {"cu_seqlens": cu_seqlens, "initial_slots": initial_slots, "final_slots": final_slots}
-    for name, x in (small | lists | csr | {"plan": plan}).items():
+    for name, x in (small | lists | csr).items():
         if x is not None:
             check_inner(op, name, x, x.ndim)
     check_inner(op, "beta_logit", beta_logit, 1)
     check_inner(op, "state_pool", state_pool, 3)
     pool = {"beta_logit": beta_logit, "state_pool": state_pool}
-    check_device(op, rows | pool | small | lists | csr | {"plan": plan})
+    check_device(op, rows | pool | small | lists | csr)
     _check_bound(op, lower_bound)
     if q.is_cuda:
         _check_cuda(op, dims["K"], dims["V"], q.dtype)

@@ -41,12 +41,11 @@ def kda_prefill_ref(
     checkpoint_indptr: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     checkpoint_slots: Tensor | None = None,
-    plan: Tensor | None = None,
     *,
     lower_bound: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`kda_prefill` in chunks of 16 tokens. `plan` is ignored: cu_seqlens is read on the host."""
+    """`kda_prefill` in chunks of 16 tokens; cu_seqlens is read on the host."""
     out = v.new_zeros(v.shape)
     if q.shape[0] == 0:
         return out
@@ -174,7 +173,6 @@ def kda_recurrent_ref(
     checkpoint_indptr: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     checkpoint_slots: Tensor | None = None,
-    plan: Tensor | None = None,
     *,
     lower_bound: float | None = None,
     scale: float | None = None,

@@ -96,9 +96,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peers", help=f"of {','.join(PEERS)} (default: those found; '' for none)")
     parser.add_argument("--rounds", type=int, default=30, help="graph replays a number")
     parser.add_argument("--quick", action="store_true", help="few cells, slow gates, 1 checkpoint")
-    parser.add_argument(
-        "--stages", action="store_true", help="plan, prepare and scan by themselves"
-    )
+    parser.add_argument("--stages", action="store_true", help="prepare and scan by themselves")
     parser.add_argument(
         "--render", type=Path, nargs="+", metavar="JSON", help="only write the report of these"
     )
@@ -215,7 +213,7 @@ def metadata(
 ) -> dict[str, str | float | None]:
     """What a number depends on."""
     arch = jit.device_arch(device)
-    manifest = jit.find(kda_prefill.PLAN, arch).parent / objects.MANIFEST
+    manifest = jit.find(kda_prefill.PREFILL["bounded"], arch).parent / objects.MANIFEST
     return {
         **origin(device, commit, ["torch-kda", "bench", "ops", *arguments]),
         "cutlass_dsl": json.loads(manifest.read_text())["cutlass_dsl"],

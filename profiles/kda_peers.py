@@ -24,7 +24,7 @@ Peer = Callable[[Inputs], Callable[[], Result] | None]
 
 
 def torch_kda(inputs: Inputs) -> Callable[[], Result]:
-    """Ours: eager entry of the op, the plan made in the call."""
+    """Ours: eager entry of the op."""
     tensors: tuple[Any, ...] = inputs.tensors()
     N = len(inputs.cell.lens)
     states = inputs.state_pool[N : 2 * N]

@@ -60,7 +60,7 @@ def markdown(data: dict[str, Any]) -> str:
     parts = [
         "# KDA prefill: torch-kda and its peers",
         "\n".join(f"- {key}: {value}" for key, value in meta.items()),
-        "Whole op from raw inputs (gate, norms, beta, plan, states in and out), us a call: medians "
+        "Whole op from raw inputs (gate, norms, beta, states in and out), us a call: medians "
         "of CUDA-graph replays over rotating inputs, variants in turns. Floor: inputs, output, "
         "states and checkpoints moved once at the speed of a copy. Errors: relative RMS against "
         "float64, first and last head, all tokens of the cell.",

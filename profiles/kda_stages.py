@@ -1,4 +1,4 @@
-"""Plan, prepare and scan of the prefill timed by themselves, the scan with every tile there is."""
+"""Prepare and scan of the prefill timed by themselves, the scan with every tile there is."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..cute_kernels.kda_prefill import RECORD_BYTES, STAGES, launch_stages, num_tiles, plan_size
+from ..cute_kernels.kda_prefill import STAGES, launch_stages, workspace_bytes
 from ..cute_kernels.tiles import SCAN_TILES, choose_scan_tile
 from .kda_cells import DIM, Cell, Inputs, make_inputs
 from .kda_peers import SCALE, torch_kda
@@ -39,9 +39,8 @@ def run(
 def time_stages(cell: Cell, gates: str, device: torch.device, rounds: int) -> dict[str, Any]:
     """us of each stage, of the whole call, and of the host's part of an eager call."""
     T, N, H = cell.num_tokens, len(cell.lens), cell.heads
-    record_bytes = num_tiles(T, N) * H * RECORD_BYTES
     free = int(torch.cuda.mem_get_info(device)[0] * MEMORY_SHARE)
-    set_bytes = cell.io_bytes(0) + record_bytes
+    set_bytes = cell.io_bytes(0) + workspace_bytes(T, N, H)
     sets = num_input_sets(set_bytes, l2_bytes(device), free)
     buffers = [_buffers(make_inputs(cell, gates, 0, seed, device)) for seed in range(sets)]
     tiles = {f"scan_v{tile.rows}": i for i, (tile, _) in enumerate(SCAN_TILES)}
@@ -49,7 +48,6 @@ def time_stages(cell: Cell, gates: str, device: torch.device, rounds: int) -> di
         for one in buffers:
             _call(one, sum(STAGES.values()), None)()
         variants: dict[str, list[Call]] = {
-            "plan": [_call(one, STAGES["plan"], None) for one in buffers],
             "prepare": [_call(one, STAGES["prepare"], None) for one in buffers],
             **{
                 name: [_call(one, STAGES["scan"], i) for one in buffers]
@@ -80,31 +78,29 @@ def describe(cell: Cell, row: dict[str, Any]) -> str:
         if name.startswith("scan")
     )
     return (
-        f"{cell.name:12s} {row['gates']:8s} all {us['all']:.1f} us  plan {us['plan']:.1f}  "
+        f"{cell.name:12s} {row['gates']:8s} all {us['all']:.1f} us  "
         f"prepare {us['prepare']:.1f} ({ns:.3f} ns a token-head)  {scans}  host {row['host_us']}"
     )
 
 
-def _buffers(inputs: Inputs) -> tuple[Inputs, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs, and plan, records and output that stay from stage to stage."""
+def _buffers(inputs: Inputs) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
+    """Inputs, and workspace and output that stay from stage to stage."""
     T, N, H = inputs.cell.num_tokens, len(inputs.cell.lens), inputs.cell.heads
-    plan = inputs.cu_seqlens.new_empty(plan_size(T, N))
-    size = num_tiles(T, N) * H * RECORD_BYTES
-    records = torch.empty(size, dtype=torch.uint8, device=plan.device)
-    return inputs, plan, records, inputs.v.new_empty(T, H, DIM)
+    workspace = inputs.v.new_empty(workspace_bytes(T, N, H), dtype=torch.uint8)
+    return inputs, workspace, inputs.v.new_empty(T, H, DIM)
 
 
 def _call(
-    buffers: tuple[Inputs, torch.Tensor, torch.Tensor, torch.Tensor],
+    buffers: tuple[Inputs, torch.Tensor, torch.Tensor],
     stages: int,
     scan_tile: int | None,
 ) -> Call:
-    inputs, plan, records, o = buffers
+    inputs, workspace, o = buffers
     tensors = inputs.tensors()
 
     def call() -> None:
         launch_stages(
-            *(tensors, plan, records, o),
+            *(tensors, workspace, o),
             lower_bound=inputs.lower_bound,
             scale=SCALE,
             stages=stages,

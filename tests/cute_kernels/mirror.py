@@ -6,6 +6,7 @@ said, so that a kernel differs by the order of its sums and its approximate expo
 
 import math
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,21 +31,39 @@ class Records:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
-def make_plan(cu_seqlens: list[int], num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The plan's two tables, int32: sequences [N, 4], longest first, and tiles [TC, 2]."""
-    N = len(cu_seqlens) - 1
-    tiles, sequences = [], []
-    for n in range(N):
-        start, end = cu_seqlens[n], cu_seqlens[n + 1]
-        sequences.append((n, start, end - start, len(tiles)))
-        tiles += [(first, min(TILE, end - first)) for first in range(start, end, TILE)]
-    sequences.sort(key=lambda entry: -entry[2])
-    row = cu_seqlens[-1]
-    while len(tiles) < -(-num_tokens // TILE) + N:
-        rows = min(TILE, num_tokens - row)
-        tiles.append((row, -rows))
-        row += rows
-    return torch.tensor(sequences, dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32)
+def order_sequences(cu_seqlens: list[int]) -> Tensor:
+    """[N, 4] int32, longest first by classes: sequence, first row, length, first tile."""
+    table = [
+        (n, start, end - start, start // TILE + n)
+        for n, (start, end) in enumerate(pairwise(cu_seqlens))
+    ]
+    table.sort(key=lambda entry: -_length_class(entry[2]))
+    return torch.tensor(table, dtype=torch.int32)
+
+
+def _length_class(length: int) -> int:
+    """Two classes for each power of two of the number of tiles; 31 is the last."""
+    tiles = -(-length // TILE)
+    if tiles < 2:
+        return tiles
+    octave = tiles.bit_length() - 1
+    return min(2 * octave + (tiles >> octave - 1 & 1), 31)
+
+
+def find_tiles(cu_seqlens: list[int], num_tokens: int) -> Tensor:
+    """[TC, 2] int32 by tile number: first row and rows, minus rows where they are of no sequence.
+
+    Tiles that no one needs have none.
+    """
+    start = torch.tensor(cu_seqlens)
+    N = start.shape[0] - 1
+    number = start // TILE + torch.arange(N + 1)
+    tile = torch.arange(-(-num_tokens // TILE) + N)
+    n = torch.searchsorted(number, tile, right=True) - 1
+    first = start[n] + (tile - number[n]) * TILE
+    end = torch.where(n < N, start[(n + 1).clamp(max=N)], num_tokens)
+    rows = (end - first).clamp(0, TILE)
+    return torch.stack([first, torch.where(n < N, rows, -rows)], dim=1).int()
 
 
 def kda_prepare_mirror(
@@ -59,11 +78,10 @@ def kda_prepare_mirror(
     lower_bound: float | None,
     scale: float,
 ) -> Records:
-    """Records of the tile table's real tiles; inputs as `kda_prefill` takes them."""
-    tiles = tiles[tiles[:, 1] > 0].long()
-    token = tiles[:, :1] + torch.arange(TILE)
+    """Records of `find_tiles`; inputs as `kda_prefill` takes them."""
+    first = tiles[:, :1].long().clamp(max=q.shape[0] - 1)
     is_row = torch.arange(TILE) < tiles[:, 1:]
-    token = torch.where(is_row, token, tiles[:, :1])
+    token = torch.where(is_row, first + torch.arange(TILE), first)
     H, HV = q.shape[1], g_raw.shape[1]
 
     def rows(x: Tensor) -> Tensor:
@@ -152,8 +170,8 @@ def kda_scan_mirror(
 ) -> tuple[Tensor, Tensor, dict[tuple[int, int], Tensor]]:
     """o [T, HV, 128] bf16, final states [N, HV, 128, 128], and the states at the checkpoints.
 
-    `states` are the initial ones, [N, HV, 128, 128]; `sequences` is the plan's table. The offsets
-    in `checkpoints` are wanted of every sequence; keys of the result are (sequence, offset).
+    `states` are the initial ones, [N, HV, 128, 128], `sequences` from `order_sequences`. Offsets in
+    `checkpoints` are wanted of every sequence; keys of the result are (sequence, offset).
     """
     o = torch.zeros_like(v)
     final, kept = states.clone(), {}

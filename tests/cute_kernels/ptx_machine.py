@@ -5,7 +5,7 @@ ends or waits at a barrier, so warps get as far apart as their barriers let them
 starts as NaN, asynchronous copies land when they are waited for, and an access outside a given
 tensor, or not aligned, raises. What only a GPU can show: races within a warp, missing proxy fences.
 
-It knows the instructions that `kda_plan` and `kda_prepare` compile to, and raises on any other.
+It knows the instructions that `kda_prepare` compiles to, and raises on any other.
 """
 
 import re
@@ -226,8 +226,8 @@ class Step:
             return value.view(dtype) if same_size else value.astype(dtype)
         if operand == "%tid.x":
             return (np.arange(LANES) + LANES * self.warp.index).astype(dtype)
-        if operand == "%lanemask_lt":
-            return ((U64(1) << np.arange(LANES, dtype=U64)) - U64(1)).astype(dtype)
+        if operand == "%laneid":
+            return np.arange(LANES).astype(dtype)
         if operand in self.cta.special:
             return np.full(LANES, self.cta.special[operand], dtype)
         if operand == "__dynamic_shmem__0":
@@ -410,14 +410,10 @@ class Step:
         source = by & 31 if self.opcode[2] == "idx" else np.where(lanes >= by, lanes - by, lanes)
         self.put(self.get(self.operands[1])[source])
 
-    def _match(self) -> None:
-        assert self.active.all() and self.opcode[1] == "any"
-        value = self.get(self.operands[1])
-        bits = (value[:, None] == value).astype(U64) << np.arange(LANES, dtype=U64)
-        self.put(bits.sum(1).astype(U32))
-
-    def _popc(self) -> None:
-        self.put(np.bitwise_count(self.get(self.operands[1])).astype(U32))
+    def _vote(self) -> None:
+        assert self.active.all() and self.opcode[2] == "ballot"
+        votes = self.get(self.operands[1]).astype(U64) << np.arange(LANES, dtype=U64)
+        self.put(np.full(LANES, votes.sum(), U64).astype(U32))
 
     def _clz(self) -> None:
         value = self.get(self.operands[1]).astype(F64)

@@ -6,26 +6,28 @@ from typing import Any
 
 import pytest
 from torch_kda.cute_kernels import build, jit, objects
-from torch_kda.cute_kernels.kda_prefill import PLAN
+from torch_kda.cute_kernels.kda_prefill import PREFILL
 
 
 def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     pytest.importorskip("cutlass")
-    monkeypatch.setattr(build, "VARIANTS", (PLAN,))
+    variant = PREFILL["bounded"]
+    monkeypatch.setattr(build, "VARIANTS", (variant,))
     (tmp_path / "sm_100a").mkdir()
     (tmp_path / "sm_100a" / "stale.so").touch()
     build.main(["--arch", "sm_90a", "--arch", "sm_100a", "--out", str(tmp_path)])
     text = capsys.readouterr().out
     for arch in ("sm_90a", "sm_100a"):
         folder = tmp_path / arch
-        assert sorted(path.name for path in folder.iterdir()) == ["kda_plan.so", objects.MANIFEST]
+        files = sorted(path.name for path in folder.iterdir())
+        assert files == ["kda_prefill_bounded.so", objects.MANIFEST]
         manifest = json.loads((folder / objects.MANIFEST).read_text())
         assert manifest["arch"] == arch and manifest["sources"] == objects.source_hash()
         assert manifest["cutlass_dsl"] == objects.versions()["cutlass_dsl"] is not None
-        assert f"kda_plan {arch}" in text
+        assert f"kda_prefill_bounded {arch}" in text
         monkeypatch.setenv(jit.AOT_VARIABLE, str(tmp_path))
-        assert jit.find(PLAN, arch) == folder / "kda_plan.so"
-    assert "1024 threads" in text and " registers " in text and "0 B stack" in text
+        assert jit.find(variant, arch) == folder / "kda_prefill_bounded.so"
+    assert "64 threads" in text and " registers " in text and "0 B stack" in text
 
 
 @pytest.mark.parametrize(

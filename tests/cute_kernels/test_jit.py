@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch_kda.cute_kernels import jit, objects
-from torch_kda.cute_kernels.kda_prefill import PLAN, VARIANTS
+from torch_kda.cute_kernels.kda_prefill import PREFILL, VARIANTS
 from torch_kda.tests.cute_kernels.conftest import Built
 
 ARCH = "sm_90a"
+BOUNDED = PREFILL["bounded"]
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def refuse(*_: Any) -> None:
     raise AssertionError("compiled, though an object is there")
 
 
-def assert_is_plan(function: Callable[..., None]) -> None:
+def assert_is_ours(function: Callable[..., None]) -> None:
     """The function is ours: it names its arguments."""
     with pytest.raises(TypeError, match="mCuSeqlens"):
         function()
@@ -59,8 +60,8 @@ def test_find_named(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(jit.AOT_VARIABLE, str(built.out))
     for variant in VARIANTS:
         assert jit.find(variant, ARCH) == built.folder / f"{variant.name}.so"
-    assert_is_plan(jit.load(PLAN, ARCH))
-    assert jit.load(PLAN, ARCH) is jit.load(PLAN, ARCH)
+    assert_is_ours(jit.load(BOUNDED, ARCH))
+    assert jit.load(BOUNDED, ARCH) is jit.load(BOUNDED, ARCH)
 
 
 def test_find_named_before_shipped(
@@ -68,16 +69,16 @@ def test_find_named_before_shipped(
 ) -> None:
     copy(built, jit.SHIPPED)
     monkeypatch.setenv(jit.AOT_VARIABLE, str(built.out))
-    assert jit.find(PLAN, ARCH).parent == built.folder
+    assert jit.find(BOUNDED, ARCH).parent == built.folder
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda m: m.update(sources="0"), "built from other sources"),
-        (lambda m: m["objects"].pop(PLAN.name), "has no object kda_plan"),
-        (lambda m: m["objects"][PLAN.name].update(sha256="0"), "missing or damaged"),
-        (lambda m: m["objects"][PLAN.name].update(file="gone.so"), "missing or damaged"),
+        (lambda m: m["objects"].pop(BOUNDED.name), "has no object kda_prefill_bounded"),
+        (lambda m: m["objects"][BOUNDED.name].update(sha256="0"), "missing or damaged"),
+        (lambda m: m["objects"][BOUNDED.name].update(file="gone.so"), "missing or damaged"),
         (lambda m: m.clear(), "is no manifest of ours"),
     ],
     ids=["other-sources", "no-object", "damaged", "gone", "no-manifest"],
@@ -93,58 +94,58 @@ def test_find_named_refuses(
     monkeypatch.setattr(objects, "compile_variant", refuse)
     monkeypatch.setenv(jit.AOT_VARIABLE, str(tmp_path / "aot"))
     with pytest.raises(RuntimeError, match=message):
-        jit.find(PLAN, ARCH)
+        jit.find(BOUNDED, ARCH)
 
 
 @pytest.mark.parametrize("value", ["/nowhere", "", "relative"])
 def test_find_named_wrong_value(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(jit.AOT_VARIABLE, value)
     with pytest.raises(RuntimeError, match=r"TORCH_KDA_AOT=.* has no sm_90a/manifest.json; build"):
-        jit.find(PLAN, ARCH)
+        jit.find(BOUNDED, ARCH)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a library"], ids=["empty", "text"])
 def test_load_no_library(built: Built, tmp_path: Path, content: bytes) -> None:
     """The loader's own error gets a cure. A library that is cut short would end this process."""
-    path = tmp_path / f"{PLAN.name}.so"
+    path = tmp_path / f"{BOUNDED.name}.so"
     path.write_bytes(content)
     with pytest.raises(RuntimeError, match=r"does not load .*; remove"):
-        jit._open(path, PLAN.name)
+        jit._open(path, BOUNDED.name)
 
 
 def test_find_shipped(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copy(built, jit.SHIPPED)
     monkeypatch.setattr(objects, "compile_variant", refuse)
-    assert jit.find(PLAN, ARCH).parent == folder
+    assert jit.find(BOUNDED, ARCH).parent == folder
 
 
 def test_find_shipped_from_other_sources(built: Built) -> None:
     copy(built, jit.SHIPPED, lambda m: m.update(sources="0"))
     with pytest.warns(UserWarning, match="built from other sources and are not used"):
-        path = jit.find(PLAN, ARCH)
+        path = jit.find(BOUNDED, ARCH)
     assert path.is_relative_to(jit.cache_root())
 
 
 def test_find_cached(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = jit.find(PLAN, ARCH)
+    path = jit.find(BOUNDED, ARCH)
     assert path.is_relative_to(jit.cache_root()) and path.suffix == ".so"
-    assert_is_plan(jit.load(PLAN, ARCH))
+    assert_is_ours(jit.load(BOUNDED, ARCH))
     monkeypatch.setattr(objects, "compile_variant", refuse)
-    assert jit.find(PLAN, ARCH) == path
+    assert jit.find(BOUNDED, ARCH) == path
     # nothing unfinished is left behind
     assert [p for p in jit.cache_root().iterdir() if p.name.startswith(".")] == []
     path.unlink()  # a file of its own: the other is mapped, and used once more at exit
     path.write_bytes(b"not a library")
     with pytest.raises(RuntimeError, match="missing or damaged; remove"):
-        jit.find(PLAN, ARCH)
+        jit.find(BOUNDED, ARCH)
 
 
 @pytest.mark.parametrize("name", ["source_hash", "versions"])
 def test_cache_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = jit._cache_key(PLAN, ARCH)
+    before = jit._cache_key(BOUNDED, ARCH)
     monkeypatch.setattr(objects, name, lambda: "another")
-    assert jit._cache_key(PLAN, ARCH) != before
-    assert jit._cache_key(PLAN, "sm_100a") != jit._cache_key(PLAN, ARCH)
+    assert jit._cache_key(BOUNDED, ARCH) != before
+    assert jit._cache_key(BOUNDED, "sm_100a") != jit._cache_key(BOUNDED, ARCH)
 
 
 def test_source_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -156,20 +157,20 @@ def test_source_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert take() == objects.source_hash()
     (tmp_path / "kda_prefill.py").write_text("")
     assert take() == objects.source_hash()
-    (tmp_path / "kda_plan.py").write_text("")
+    (tmp_path / "kda_layout.py").write_text("")
     assert take() != objects.source_hash()
 
 
 def test_find_without_linker(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_linker", lambda: None)
-    assert jit.find(PLAN, ARCH).suffix == ".o"
-    assert_is_plan(jit.load(PLAN, ARCH))
+    assert jit.find(BOUNDED, ARCH).suffix == ".o"
+    assert_is_ours(jit.load(BOUNDED, ARCH))
 
 
 def test_find_without_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "package_version", lambda _: None)
     with pytest.raises(RuntimeError, match=r"no CuTe DSL .*pip install .*or build objects"):
-        jit.find(PLAN, ARCH)
+        jit.find(BOUNDED, ARCH)
 
 
 @pytest.mark.parametrize(
@@ -182,18 +183,18 @@ def test_find_cache_place(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / value) if value == "file" else value)
     with pytest.raises(RuntimeError, match=message):
-        jit.find(PLAN, ARCH)
+        jit.find(BOUNDED, ARCH)
 
 
 COMPILE_AND_TELL = """
 from torch_kda.cute_kernels import jit, objects
-from torch_kda.cute_kernels.kda_prefill import PLAN
+from torch_kda.cute_kernels.kda_prefill import PREFILL
 inner = objects.build_object
 def tell(*args):
     print("compiled")
     return inner(*args)
 objects.build_object = tell
-jit.load(PLAN, "sm_90a")
+jit.load(PREFILL["bounded"], "sm_90a")
 """
 
 

@@ -15,10 +15,9 @@ from torch_kda.tests.ops.cases import Case, ints, prefill_case
 NAMES = [
     *("q", "k", "v", "g_raw", "beta_logit", "A_log", "dt_bias", "state_pool"),
     *("cu_seqlens", "initial_slots", "final_slots"),
-    *("checkpoint_indptr", "checkpoint_offsets", "checkpoint_slots", "plan"),
+    *("checkpoint_indptr", "checkpoint_offsets", "checkpoint_slots"),
 ]
 CPU = torch.empty(0).get_device()
-ALL = sum(kda_prefill.STAGES.values())
 
 
 class Recorder:
@@ -36,19 +35,20 @@ class Recorder:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Recorder]]:
-    """By variant name; tensors of the CPU count as those of a device of 132 SMs."""
-    functions = {variant.name: Recorder() for variant in kda_prefill.VARIANTS}
+    """By gate; tensors of the CPU count as those of a device of 132 SMs."""
+    functions = {gate: Recorder() for gate in kda_prefill.GATES}
     none = torch.zeros(1, dtype=torch.int32)
     indptr = torch.zeros(kda_prefill.MAX_SEQUENCES + 1, dtype=torch.int32)
     no_bytes = torch.empty(0, dtype=torch.uint8)
-    here = kda_prefill._Device(132, (indptr, none, none), no_bytes, functions)
-    monkeypatch.setattr(kda_prefill, "_DEVICES", {CPU: here})
+    here = kda_prefill._Device(132, (indptr, none, none), no_bytes)
+    loaded = {(gate, CPU): (function, here) for gate, function in functions.items()}
+    monkeypatch.setattr(kda_prefill, "_FUNCTIONS", loaded)
     yield functions
 
 
 def make_case(lengths: list[int], **changes: Any) -> Case:
     case = prefill_case(lengths, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16)
-    return case | {"plan": None, "scale": 0.5} | changes
+    return case | {"scale": 0.5} | changes
 
 
 def call(case: Case) -> Tensor:
@@ -66,7 +66,7 @@ def test_kda_prefill_arguments(compiled: dict[str, Recorder]) -> None:
     """Every argument arrives where the host function has its name."""
     case = make_case([20, 35])
     out = call(case)
-    (got,) = compiled["kda_prefill_bounded"].calls
+    (got,) = compiled["bounded"].calls
     by_name = dict(zip(host_parameters(), got, strict=True))
     tensors = {
         **{"mQ": "q", "mK": "k", "mV": "v", "mG": "g_raw", "mBeta": "beta_logit"},
@@ -79,26 +79,21 @@ def test_kda_prefill_arguments(compiled: dict[str, Recorder]) -> None:
         assert by_name.pop(parameter) is case[name], parameter
     assert by_name.pop("mO") is out and out.shape == case["v"].shape and out.is_contiguous()
     T, N = case["q"].shape[0], 2
-    # the plan lies behind the records, in one allocation
-    by_name.pop("mPlan")
     records = by_name.pop("mRecords")
     assert records.dtype == torch.uint8
-    assert records.shape == (kda_prefill.workspace_bytes(T, N, 4) + 4 * kda_checks.plan_size(N, T),)
+    assert records.shape == (kda_prefill.workspace_bytes(T, N, 4),)
     assert by_name.pop("lower_bound") == -5.0 and by_name.pop("scale") == 0.5
-    assert by_name.pop("stages") == ALL | kda_prefill.OWN_PLAN and by_name.pop("scan_tile") == 0
+    assert by_name.pop("stages") == 3 and by_name.pop("scan_tile") == 0
     assert not by_name
 
 
 def test_kda_prefill_variants(compiled: dict[str, Recorder]) -> None:
-    plan = torch.zeros(kda_prefill.plan_size(23, 1), dtype=torch.int32)
-    none = dict.fromkeys(NAMES[-4:-1])
-    call(make_case([20], plan=plan, lower_bound=None, **none))
-    (got,) = compiled["kda_prefill_softplus"].calls
+    call(make_case([20], lower_bound=None, **dict.fromkeys(NAMES[-3:])))
+    (got,) = compiled["softplus"].calls
     by_name = dict(zip(host_parameters(), got, strict=True))
-    assert by_name["mPlan"] is plan and by_name["stages"] == ALL - kda_prefill.STAGES["plan"]
     assert by_name["mIndptr"].shape[0] >= 2 and not by_name["mIndptr"].any()
     assert by_name["lower_bound"] == 0.0
-    assert compiled["kda_prefill_bounded"].calls == []
+    assert compiled["bounded"].calls == []
 
 
 def test_kda_prefill_no_tokens(compiled: dict[str, Recorder]) -> None:
@@ -114,7 +109,6 @@ def test_kda_prefill_no_tokens(compiled: dict[str, Recorder]) -> None:
         ("cu_seqlens", ints([0, 20]), "cu_seqlens must be"),
         ("checkpoint_indptr", ints([0, 1]), "checkpoint_indptr must be"),
         ("checkpoint_indptr", None, "must be given together"),
-        ("plan", ints([0, 20]), "plan must be"),
         ("lower_bound", -5.5, r"lower_bound must be in \[-5, 0\)"),
         ("lower_bound", 0.0, r"lower_bound must be in \[-5, 0\)"),
         ("q", torch.zeros(58, 3, 128, dtype=torch.bfloat16), "v must be of HV % H=3 == 0"),
@@ -132,14 +126,14 @@ def test_kda_prefill_refuses(
         case["k"] = value
     if name == "checkpoint_indptr" and value is None:
         # the compiled function wants a tensor here
-        compiled["kda_prefill_bounded"].error = TypeError("expected Tensor")
+        compiled["bounded"].error = TypeError("expected Tensor")
     with pytest.raises(ValueError, match=message):
         call(case)
 
 
 def test_kda_prefill_explains_refusals(compiled: dict[str, Recorder]) -> None:
     """What the compiled function refuses is said in the op's words too."""
-    compiled["kda_prefill_bounded"].error = ValueError("Mismatched Tensor on argument #1")
+    compiled["bounded"].error = ValueError("Mismatched Tensor on argument #1")
     case = make_case([20, 35])
     case["k"] = case["k"].float()
     with pytest.raises(ValueError, match="kda_prefill: k must be .* bfloat16"):
@@ -150,42 +144,36 @@ def test_kda_prefill_explains_refusals(compiled: dict[str, Recorder]) -> None:
 
 def test_too_many_sequences(compiled: dict[str, Recorder]) -> None:
     N = kda_prefill.MAX_SEQUENCES + 1
+    case = make_case([20]) | {"cu_seqlens": ints([0] * (N + 1)), **dict.fromkeys(NAMES[-3:])}
+    case["initial_slots"] = case["final_slots"] = ints([-1] * N)
+    keywords = {"lower_bound": -5.0, "scale": 0.5}
     with pytest.raises(ValueError, match="do not fit"):
-        kda_prefill._check_counts(N, 1, 1, torch.empty(1, 1), ints([0] * (N + 1)), None, None, -1.0)
+        kda_prefill.kda_prefill(*(case[name] for name in NAMES), **keywords)
     with pytest.raises(NotImplementedError, match=r"up to 4096 sequences .* got .* for 4097"):
         kda_checks._check_sequences("kda_prefill", N)
-
-
-def test_make_plan(compiled: dict[str, Recorder]) -> None:
-    cu_seqlens = ints([0, 20, 20, 61])
-    plan = kda_prefill.make_plan(cu_seqlens, 70)
-    assert plan.dtype == torch.int32 and plan.shape == kda.kda_plan(cu_seqlens, 70).shape
-    assert compiled["kda_plan"].calls == [(cu_seqlens, plan, 70)]
 
 
 @pytest.mark.parametrize(("T", "N", "HV"), [(1, 1, 1), (16, 3, 2), (8192, 1, 96), (17, 4096, 12)])
 def test_workspace_bytes(T: int, N: int, HV: int) -> None:
     records = (-(-T // 16) + N) * HV
-    # a record each, and no more than a flag beside it
-    assert 13312 * records <= kda_prefill.workspace_bytes(T, N, HV) <= 13316 * records
-    assert kda_prefill.plan_size(T, N) == kda_checks.plan_size(N, T)
+    assert kda_prefill.workspace_bytes(T, N, HV) == 13312 * records + 16 * N
 
 
 def test_constants() -> None:
     """Written twice, because this side runs without the DSL, and the ops without the kernels."""
     pytest.importorskip("cutlass")
-    from torch_kda.cute_kernels import kda_plan
+    from torch_kda.cute_kernels import kda_layout
     from torch_kda.ops.reference import CHUNK
 
     assert kda_prefill.TILE == CHUNK
-    assert kda_prefill.MAX_SEQUENCES == kda_plan.MAX_SEQUENCES == kda_checks.MAX_SEQUENCES
+    assert kda_prefill.MAX_SEQUENCES == kda_layout.MAX_SEQUENCES == kda_checks.MAX_SEQUENCES
 
 
 def test_load_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(jit, "load", None)
-    with pytest.raises(RuntimeError, match=r"kda_plan is not on the device yet.*prepare first"):
-        kda_prefill._function(kda_prefill.PLAN, 0)
+    with pytest.raises(RuntimeError, match=r"bounded is not on the device yet.*prepare first"):
+        kda_prefill._load("bounded", 0)
 
 
 def test_prepare_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +186,8 @@ def test_host_cost(compiled: dict[str, Recorder], monkeypatch: pytest.MonkeyPatc
     """Our Python in an eager call stays far below the 20 us of the whole: it takes 4 to 8."""
     case = make_case([20, 35])
     arguments = [case[name] for name in NAMES]
-    functions = kda_prefill._DEVICES[CPU].functions
-    functions["kda_prefill_bounded"] = lambda *_: None
+    _, here = kda_prefill._FUNCTIONS["bounded", CPU]
+    kda_prefill._FUNCTIONS["bounded", CPU] = lambda *_: None, here
 
     def batch() -> float:
         started = time.perf_counter()
@@ -216,5 +204,5 @@ def test_host_cost(compiled: dict[str, Recorder], monkeypatch: pytest.MonkeyPatc
 def test_prepare() -> None:
     """On the device: everything is loaded, then a capture needs nothing more."""
     kda_prefill.prepare("cuda")
-    loaded = kda_prefill._DEVICES[torch.cuda.current_device()].functions
-    assert sorted(loaded) == sorted(variant.name for variant in kda_prefill.VARIANTS)
+    here = torch.cuda.current_device()
+    assert {(gate, here) for gate in kda_prefill.GATES} <= kda_prefill._FUNCTIONS.keys()

@@ -1,15 +1,21 @@
 """The prepare kernel against its mirror: its PTX on the CPU, and the kernel on a GPU."""
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch_kda.cute_kernels.kda_prefill import PREFILL, STAGES, launch_stages
+from torch_kda.cute_kernels.kda_prefill import (
+    PREFILL,
+    STAGES,
+    launch_stages,
+    workspace_bytes,
+)
 from torch_kda.ops.reference import kda_recurrent_ref
-from torch_kda.tests.checks import assert_rms
+from torch_kda.tests.checks import assert_rms, assert_same
 from torch_kda.tests.cute_kernels import mirror, ptx_machine
 from torch_kda.tests.cute_kernels.conftest import Built
 
@@ -24,6 +30,19 @@ SHIFTS = {
     "faint": -12.0,
     "saturated": 40.0,
     "extreme": 0.0,
+}
+
+
+# of sequences; on both sides of what a round of the search for a tile's sequence tells apart
+LENGTHS = {
+    "1": [21],
+    "first-empty": [0, 0, 5, 33],
+    "middle-empty": [40, 0, 0, 0, 17],
+    "last-empty": [16, 1, 0],
+    "all-empty": [0, 0],
+    **{str(n): [7 * i % 37 for i in range(n)] for n in (30, 31, 32, 33, 1000, 1022, 1023)},
+    "many-empty": [30 * (i % 97 == 5) for i in range(2000)],
+    "4096": [(37 * i) % 61 for i in range(4096)],
 }
 
 
@@ -48,8 +67,9 @@ class Case:
         return self.g_raw.shape[1]
 
     @property
-    def num_records(self) -> int:
-        return int((self.tiles[:, 1] > 0).sum()) * self.heads
+    def is_needed(self) -> Tensor:
+        """Of tiles."""
+        return self.tiles[:, 1] > 0
 
     def records(self) -> mirror.Records:
         return mirror.kda_prepare_mirror(
@@ -85,7 +105,6 @@ def make_case(
         k[:] = k[:1] + (0.05 * k if keys == "near" else 0.0)
     if shift == "extreme":
         g_raw *= torch.exp(2.5 * torch.randn(g_raw.shape, generator=gen)) * 20
-    sequences, tiles = mirror.make_plan(cu_seqlens, T)
     return Case(
         cu_seqlens=cu_seqlens,
         q=pad_rows(q, pad),
@@ -96,8 +115,8 @@ def make_case(
         A_log=0.3 * torch.randn(HV, generator=gen),
         dt_bias=0.5 * torch.randn(HV, 128, generator=gen),
         lower_bound=GATES[gate],
-        sequences=sequences,
-        tiles=tiles,
+        sequences=mirror.order_sequences(cu_seqlens),
+        tiles=mirror.find_tiles(cu_seqlens, T),
     )
 
 
@@ -147,7 +166,7 @@ def test_record_layout() -> None:
     """The bytes of a record, said once more: the kernels and the mirror must agree with this."""
     records = make_case([16]).records()
     image = mirror.pack_records(records)
-    assert image.shape == (1, mirror.RECORD_BYTES)
+    assert image.shape == (2, mirror.RECORD_BYTES)  # one of them without rows
     for (name, x), (_, y) in zip(
         records.items(), mirror.unpack_records(image, 1).items(), strict=True
     ):
@@ -186,9 +205,10 @@ def test_kda_prepare_ptx(
     built, variant = objects("sm_90a"), PREFILL[gate].name
     program = ptx_machine.Program(built.ptx[variant].read_text(), f"kda_prepare_{gate}")
     shared_bytes = prepare_resources(built, gate)["shared_bytes"] - RESERVED
-    records, o = run_ptx(program, case, order, shared_bytes)
-    check_records(case, records)
-    check_padding(case, records, o)
+    got = run_ptx(program, case, order, shared_bytes)
+    check_records(case, got.records)
+    check_padding(case, got.records, got.o)
+    assert_same("order", got.order, case.sequences)
 
 
 def prepare_resources(built: Built, gate: str) -> dict[str, int]:
@@ -197,15 +217,36 @@ def prepare_resources(built: Built, gate: str) -> dict[str, int]:
     return use
 
 
+class Written(NamedTuple):
+    """By prepare, in bytes that were 0xFF."""
+
+    records: Tensor  # [TC * HV, 13312] uint8
+    order: Tensor  # [N, 4] int32
+    o: Tensor
+
+    @staticmethod
+    def empty(case: Case, device: str) -> tuple["Written", Tensor]:
+        """And the workspace that the first two lie in."""
+        T, HV = case.g_raw.shape[:2]
+        N, num_records = len(case.cu_seqlens) - 1, case.tiles.shape[0] * HV
+        size = workspace_bytes(T, N, HV)
+        workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
+        records = workspace[: num_records * mirror.RECORD_BYTES].view(num_records, -1)
+        order = workspace[records.numel() :].view(torch.int32).view(N, 4)
+        o = torch.full((T, HV, 128), float("nan"), dtype=torch.bfloat16, device=device)
+        return Written(records, order, o), workspace
+
+
 def run_ptx(
-    program: ptx_machine.Program, case: Case, order: tuple[int, int], shared_bytes: int
-) -> tuple[Tensor, Tensor]:
-    """All CTAs of one launch, one after the other: records and o, where nothing was written NaN."""
-    T, HV = case.g_raw.shape[:2]
-    H, TC, N = case.q.shape[1], case.tiles.shape[0], len(case.cu_seqlens) - 1
-    records = torch.full((TC * HV, mirror.RECORD_BYTES), 0xFF, dtype=torch.uint8)
-    o = torch.full((T, HV, 128), float("nan"), dtype=torch.bfloat16)
-    plan = torch.cat([case.sequences.flatten(), case.tiles.flatten()])
+    program: ptx_machine.Program,
+    case: Case,
+    order: tuple[int, int],
+    shared_bytes: int,
+    blocks: Iterable[int] | None = None,
+) -> Written:
+    """All CTAs of one launch, one after the other, or some of them."""
+    HV, H, TC = case.heads, case.q.shape[1], case.tiles.shape[0]
+    out, workspace = Written.empty(case, "cpu")
     memory = ptx_machine.Memory()
 
     def rows(x: Tensor) -> bytes:
@@ -217,21 +258,26 @@ def run_ptx(
     def flat(x: Tensor) -> bytes:
         return struct.pack("<Qi4x", memory.add(x.numpy()), x.shape[0])
 
+    cu_seqlens = torch.tensor(case.cu_seqlens, dtype=torch.int32)
+    at = memory.add(workspace.numpy())
     params = [
         *(rows(x) for x in (case.q, case.k, case.g_raw, case.beta_logit)),
-        *(flat(x) for x in (case.A_log, case.dt_bias, plan, records.view(-1))),
-        rows(o),
-        struct.pack("<i", N),
+        *(flat(x) for x in (case.A_log, case.dt_bias, cu_seqlens)),
+        struct.pack("<Qi4x", at, workspace.shape[0]),
+        struct.pack("<Qi4x", at + out.records.numel(), out.order.numel()),
+        rows(out.o),
+        struct.pack("<i", len(case.cu_seqlens) - 1),
         *(struct.pack("<f", x) for x in (case.lower_bound or 0.0, SCALE)),
         *(divisor(HV), struct.pack("<i", HV), divisor(HV // H), struct.pack("<i", HV // H)),
     ]
-    for block in range(TC * HV):
+    num_blocks = 1 + TC * HV
+    for block in range(num_blocks) if blocks is None else blocks:
         cta = ptx_machine.Cta(
             program, params, memory,
-            block=block, num_blocks=TC * HV, threads=64, shared_bytes=shared_bytes,
+            block=block, num_blocks=num_blocks, threads=64, shared_bytes=shared_bytes,
         )  # fmt: skip
         cta.run(order)
-    return records, o
+    return out
 
 
 def divisor(d: int) -> bytes:
@@ -244,24 +290,30 @@ def divisor(d: int) -> bytes:
 def check_records(case: Case, image: Tensor) -> None:
     """Each field is the mirror's but for a few roundings to the neighbour; zeros are zeros."""
     want = case.records()
-    got = mirror.unpack_records(image[: case.num_records], case.heads)
+    got = mirror.unpack_records(needed(case, image), case.heads)
     for (name, x), (_, y) in zip(got.items(), want.items(), strict=True):
+        y = y[case.is_needed]
         # G reaches -115, where a step of fp32 is 7.6e-6, and Et = 2^G is kept in fp32
         assert_rms(name, x, y, 3e-5 if name == "et" else 1e-3)
         # exponentials below the smallest normal number may or may not be flushed
         assert (x[y == 0].abs() < 1e-30).all(), f"{name}: not zero where the mirror is"
     above = torch.triu(torch.ones(16, 16, dtype=torch.bool), 1)
     assert (got.mq[..., above] == 0).all()
-    rows = torch.arange(16) >= case.tiles[case.tiles[:, 1] > 0][:, 1:]
+    rows = torch.arange(16) >= case.tiles[case.is_needed][:, 1:]
     for name in ("k_decayed", "q_decayed", "k_update"):
         assert (getattr(got, name).movedim(1, 2)[rows] == 0).all(), f"{name}: rows past the end"
+
+
+def needed(case: Case, image: Tensor, *, which: bool = True) -> Tensor:
+    """The records of the tiles that are needed, or of the others."""
+    return image.unflatten(0, (-1, case.heads))[case.is_needed == which].flatten(0, 1)
 
 
 def check_padding(case: Case, records: Tensor, o: Tensor) -> None:
     end = case.cu_seqlens[-1]
     assert (o[end:] == 0).all(), "rows of no sequence"
     assert o[:end].isnan().all(), "rows of sequences are the scan's"
-    assert (records[case.num_records :] == 0xFF).all(), "records of padding tiles"
+    assert (needed(case, records, which=False) == 0xFF).all(), "records of other tiles"
 
 
 @pytest.mark.gpu
@@ -283,37 +335,43 @@ def test_kda_prepare(
         pytest.skip("the bound makes it saturated")
     case = make_case(lengths, gate, shift, H=H, HV=HV, spare_rows=spare_rows, pad=pad)
     first, second = launch(case), launch(case)
-    assert torch.equal(first[0], second[0]), "two runs differ"
-    check_records(case, first[0])
-    check_padding(case, *first)
+    assert torch.equal(first.records, second.records), "two runs differ"
+    check_records(case, first.records)
+    check_padding(case, first.records, first.o)
+    assert_same("order", first.order, case.sequences)
 
 
-def launch(case: Case) -> tuple[Tensor, Tensor]:
-    """Records and o of one launch of prepare alone, on the CPU."""
-    T, HV = case.g_raw.shape[:2]
-    N = len(case.cu_seqlens) - 1
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_kda_prepare_finds_its_tiles(lengths: list[int]) -> None:
+    case = make_case(lengths, spare_rows=37)
+    got = launch(case)
+    check_padding(case, got.records, got.o)
+    check_records(case, got.records)
+    assert_same("order", got.order, case.sequences)
+
+
+def launch(case: Case) -> Written:
+    """What one launch of prepare alone writes, on the CPU."""
+    HV, N = case.heads, len(case.cu_seqlens) - 1
     ints = torch.zeros(N + 1, dtype=torch.int32, device="cuda")
     # .cuda() would close the gaps between rows
     rows = [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").copy_(x)
         for x in (case.q, case.k, case.v, case.g_raw, case.beta_logit)
     ]
-    q, k, v, g_raw, beta_logit = rows
     tensors = (
-        *(q, k, v, g_raw, beta_logit, case.A_log.cuda(), case.dt_bias.cuda()),
+        *(*rows, case.A_log.cuda(), case.dt_bias.cuda()),
         torch.empty(1, HV, 128, 128, device="cuda"),
         *(torch.tensor(case.cu_seqlens, dtype=torch.int32).cuda(), ints[:N], ints[:N]),
         *(ints, ints[:1], ints[:1]),
     )
-    plan = torch.cat([case.sequences.flatten(), case.tiles.flatten()]).cuda()
-    shape = (case.tiles.shape[0] * HV, mirror.RECORD_BYTES)
-    records = torch.full(shape, 0xFF, dtype=torch.uint8, device="cuda")
-    o = torch.full((T, HV, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
+    out, workspace = Written.empty(case, "cuda")
     launch_stages(
-        tensors, plan, records.view(-1), o,
+        tensors, workspace, out.o,
         lower_bound=case.lower_bound, scale=SCALE, stages=STAGES["prepare"],
     )  # fmt: skip
-    return records.cpu(), o.cpu()
+    return Written(*(x.cpu() for x in out))
 
 
 def test_occupancy(objects: Callable[[str], Built]) -> None:

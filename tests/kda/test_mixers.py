@@ -9,7 +9,6 @@ from torch_kda.kda import mixers
 from torch_kda.kda.mixers import AttentionMixer, KDAMixer
 from torch_kda.kda.model import KDAForCausalLM
 from torch_kda.kda.presets import PRESETS, model_preset
-from torch_kda.ops.kda import kda_plan
 from torch_kda.scheduler.batch import ScheduledBatch
 from torch_kda.tests.kda.oracle import Driver, hf_model, ours, row, tokens
 
@@ -26,10 +25,9 @@ def test_kda_mixer(tmp_path) -> None:
     driver = Driver(ours(hf, tmp_path))
     inputs = prefill_inputs(driver, 40)
     x = 3 * torch.randn(48, 64)
-    plan = kda_plan(inputs.cu_seqlens, 48)
     mixer = driver.model.blocks[0].mixer
     assert isinstance(mixer, KDAMixer)
-    out = mixer(x, inputs, plan, driver.pools.state[0], driver.pools.conv[0])
+    out = mixer(x, inputs, driver.pools.state[0], driver.pools.conv[0])
     expected = hf.model.layers[0].self_attn(x[None, :40])[0]
     torch.testing.assert_close(out[:40], expected, atol=1e-5, rtol=1e-5)
     assert (out[40:] == 0).all()  # padding tokens: the op's output is 0 there

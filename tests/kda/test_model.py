@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch_kda.cache.storage import Pools
 from torch_kda.kda import layers, mixers
-from torch_kda.kda import model as model_module
 from torch_kda.kda.config import ModelConfig
 from torch_kda.kda.layers import MoE
 from torch_kda.kda.mixers import KDAMixer
@@ -123,17 +122,7 @@ def test_forward_skips_empty_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         driver.run(row(tokens(18), 0, src=-1, dst=0, blocks=blocks))
     with monkeypatch.context() as patch:
         forbid(patch, prefill_ops)
-        patch.setattr(model_module, "kda_plan", lambda *_: pytest.fail("nothing to plan"))
         driver.run(row(tokens(1), 18, src=0, dst=0, blocks=blocks, decode=True), D=4)
-
-
-def test_forward_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, calls = Driver(tiny()), []
-    plan = model_module.kda_plan
-    monkeypatch.setattr(model_module, "kda_plan", lambda *a: calls.append(a) or plan(*a))
-    driver.run(row(tokens(18), 0, src=-1, dst=0, blocks=driver.blocks(18)))
-    assert len(calls) == 1
-    assert calls[0][1] == 32  # rows of the segment, padding included
 
 
 def test_forward_writes_only_what_it_is_told() -> None:

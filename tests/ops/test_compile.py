@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
 from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
 from torch_kda.ops.conv import causal_conv_prefill
-from torch_kda.ops.kda import kda_decode, kda_plan, kda_prefill
+from torch_kda.ops.kda import kda_decode, kda_prefill
 from torch_kda.ops.moe import moe
 from torch_kda.ops.norms import add_rms_norm, gated_rms_norm, rms_norm
 from torch_kda.tests.checks import assert_rms, assert_same
@@ -21,15 +21,13 @@ from torch_kda.tests.ops.cases import POOLS, Case, decode_case, ints, prefill_ca
 CSR = ("checkpoint_indptr", "checkpoint_offsets", "checkpoint_slots")
 
 
-def prefill(device: str, *, csr: bool, plan: bool) -> Case:
-    case = prefill_case([20, 0, 17], **sizes(device), rows=48) | {"plan": None, "scale": 0.25}
-    if plan:
-        case["plan"] = kda_plan(case["cu_seqlens"], 48)
+def prefill(device: str, *, csr: bool) -> Case:
+    case = prefill_case([20, 0, 17], **sizes(device), rows=48) | {"scale": 0.25}
     return case if csr else case | dict.fromkeys(CSR)
 
 
 def conv(device: str, *, csr: bool) -> Case:
-    case, dtype = prefill(device, csr=csr, plan=False), sizes(device)["dtype"]
+    case, dtype = prefill(device, csr=csr), sizes(device)["dtype"]
     slots = case["state_pool"].shape[0]
     tensors = {"x": torch.randn(48, 24), "weight": torch.randn(24, 4)}
     tensors["conv_pool"] = torch.randn(slots, 3, 24)
@@ -72,10 +70,8 @@ def cases(device: str) -> list[tuple[str, Callable[..., Any], Case]]:
     experts = {"x": x, "w13": w13, "w2": w2, "topk_ids": ids, "topk_weights": weights}
     rank = {"kv_lora_rank": 16, "num_tokens_per_row": 8}
     return [
-        ("kda_plan", kda_plan, {"cu_seqlens": ints([0, 20, 20, 37], device), "num_tokens": 48}),
-        ("kda_prefill-csr-plan", kda_prefill, prefill(device, csr=True, plan=True)),
-        ("kda_prefill-csr", kda_prefill, prefill(device, csr=True, plan=False)),
-        ("kda_prefill", kda_prefill, prefill(device, csr=False, plan=False)),
+        ("kda_prefill-csr", kda_prefill, prefill(device, csr=True)),
+        ("kda_prefill", kda_prefill, prefill(device, csr=False)),
         ("kda_decode-num_tokens", kda_decode, decode(device, counted=True)),
         ("kda_decode", kda_decode, decode(device, counted=False)),
         ("causal_conv_prefill-csr", causal_conv_prefill, conv(device, csr=True)),
@@ -166,9 +162,8 @@ class Stack(torch.nn.Module):
         metadata: tuple[Tensor, ...],
     ) -> Tensor:
         D = decode_slots[0].shape[0]
-        plan = kda_plan(metadata[0], x.shape[0] - D)
         for layer, states, windows in zip(self.layers, state_pools, conv_pools, strict=True):
-            x = x + self.mix(x, D, layer, states, windows, decode_slots, metadata, plan)
+            x = x + self.mix(x, D, layer, states, windows, decode_slots, metadata)
         return x
 
     def mix(
@@ -180,7 +175,6 @@ class Stack(torch.nn.Module):
         windows: Tensor,
         decode_slots: tuple[Tensor, Tensor],
         metadata: tuple[Tensor, ...],
-        plan: Tensor,
     ) -> Tensor:
         HV, K, V = self.HV, self.K, self.V
         y = torch.nn.functional.linear(x, layer.project)
@@ -197,7 +191,7 @@ class Stack(torch.nn.Module):
         q, k, v = (t.unflatten(1, (-1, d)) for t, d in ((q, K), (k, K), (v, V)))
         p = kda_prefill(
             *(q, k, v, g[D:], beta[D:], layer.A_log, layer.dt_bias, states),
-            *(*metadata, plan),
+            *metadata,
             lower_bound=-5.0,
         )
         p = gated_rms_norm(p, gate[D:], layer.norm_weight, eps=1e-5).flatten(1)

@@ -11,13 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
 from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
 from torch_kda.ops.conv import causal_conv_prefill
-from torch_kda.ops.kda import kda_decode, kda_plan, kda_prefill
+from torch_kda.ops.kda import kda_decode, kda_prefill
 from torch_kda.ops.moe import moe, moe_route
 from torch_kda.ops.norms import add_rms_norm, gated_rms_norm, rms_norm
 from torch_kda.tests.ops.cases import Case, decode_case, ints, prefill_case, sizes
 
 OPS: dict[str, Callable[..., Any]] = {
-    "kda_plan": kda_plan,
     "kda_prefill": kda_prefill,
     "kda_decode": kda_decode,
     "causal_conv_prefill": causal_conv_prefill,
@@ -39,7 +38,7 @@ def good(op: str) -> Case:
     """Arguments that the op takes."""
     prefill = prefill_case([36, 12], **sizes("cpu"), rows=48)
     if op == "kda_prefill":
-        return prefill | {"plan": kda_plan(prefill["cu_seqlens"], 48), "scale": None}
+        return prefill | {"scale": None}
     if op == "kda_decode":
         return decode_case(3, 2, **sizes("cpu")) | {"num_tokens": ints([2, 2, 1])}
     if op == "causal_conv_prefill":
@@ -49,7 +48,6 @@ def good(op: str) -> Case:
         tensors["conv_pool"] = torch.randn(9, 3, 10)
         return tensors | {name: prefill[name] for name in names + csr}
     return {
-        "kda_plan": {"cu_seqlens": ints([0, 5]), "num_tokens": 16},
         "gated_rms_norm": {
             "x": torch.randn(4, 8),
             "gate": torch.randn(4, 8),
@@ -176,9 +174,7 @@ FOUND_AT = {
 @pytest.mark.parametrize(("op", "name"), tensor_arguments())
 def test_wrong_size(op: str, name: str) -> None:
     case = good(op)
-    if op == "kda_plan":
-        case["cu_seqlens"] = ints([0])
-    elif name == "block_table":
+    if name == "block_table":
         case[name] = case[name][:1]  # how many blocks a row has is free
     else:
         case[name] = case[name][..., :-1].contiguous()
@@ -207,7 +203,6 @@ def test_wrong_device(op: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("op", "changes", "message"),
     [
-        ("kda_plan", {"num_tokens": -1}, "num_tokens must be >= 0, got -1"),
         (
             "kda_prefill",
             {"lower_bound": -5.1},
@@ -215,7 +210,6 @@ def test_wrong_device(op: str, name: str) -> None:
         ),
         ("kda_prefill", {"lower_bound": 0.0}, "lower_bound must be"),
         ("kda_prefill", {"checkpoint_slots": None}, "checkpoint_indptr, .* must be given together"),
-        ("kda_prefill", {"plan": ints([0] * 5)}, r"plan must be \[P=18\] int32, got \[5\] int32"),
         ("kda_decode", {"lower_bound": 1.0}, "lower_bound must be"),
         ("causal_conv_prefill", {"checkpoint_indptr": None}, "checkpoint_indptr, .* together"),
         ("gated_rms_norm", {"eps": 0.0}, "eps must be > 0, got 0.0"),
@@ -242,7 +236,7 @@ def test_wrong_value(op: str, changes: Case, message: str) -> None:
 
 
 # with the number of their tokens, T
-PACKED = {"kda_plan": 16, "kda_prefill": 48, "causal_conv_prefill": 48, "mla_prefill": 4}
+PACKED = {"kda_prefill": 48, "causal_conv_prefill": 48, "mla_prefill": 4}
 WRONG_STARTS = {
     "late": ([1, 3, 4], "cu_seqlens[0] = 1"),
     "negative": ([-2, 3, 4], "cu_seqlens[0] = -2"),
@@ -253,8 +247,7 @@ WRONG_STARTS = {
 
 
 def packed(op: str, cu_seqlens: list[int]) -> Case:
-    case = good(op) | {"cu_seqlens": ints(cu_seqlens)}
-    return case | {"plan": None} if op == "kda_prefill" else case
+    return good(op) | {"cu_seqlens": ints(cu_seqlens)}
 
 
 @pytest.mark.parametrize(("cu_seqlens", "got"), WRONG_STARTS.values(), ids=WRONG_STARTS)

@@ -1,10 +1,8 @@
-"""kda_prefill and kda_plan: accuracy, contract, and bits."""
-
-from itertools import accumulate
+"""kda_prefill: accuracy, contract, and bits."""
 
 import pytest
 import torch
-from torch_kda.ops.kda import kda_plan, kda_prefill
+from torch_kda.ops.kda import kda_prefill
 from torch_kda.ops.reference import kda_prefill_ref, kda_recurrent_ref
 from torch_kda.tests.checks import assert_rms, assert_same
 from torch_kda.tests.ops.cases import BOUNDS, GATES, Case, ints, prefill_case, run, sizes, truth
@@ -287,58 +285,6 @@ def test_kda_prefill_refuses_slots_that_clash(
     slots = {"initial_slots": initial, "final_slots": final, "checkpoint_slots": checkpoints}
     with pytest.raises(ValueError, match=message):
         run(kda_prefill, case, **{name: ints(value) for name, value in slots.items()})
-
-
-PLANS = {
-    "empty": [0],
-    "1": [1],
-    "16": [16],
-    "17-0-32-5": [17, 0, 32, 5],
-    "0-0-3-0": [0, 0, 3, 0],
-    "5x15": [15] * 5,
-    "long-among-short": [40, 1, 5000, 40, 0, 300, 299, 16 * 2**17],
-    "300": [7 * n % 130 for n in range(300)],
-    "4096": [(37 * n) % 61 for n in range(4096)],
-}
-
-
-@pytest.mark.parametrize("padding", [0, 1, 39])
-@pytest.mark.parametrize("lengths", PLANS.values(), ids=PLANS)
-def test_kda_plan(lengths: list[int], padding: int, device: str) -> None:
-    N, end, T = len(lengths), sum(lengths), sum(lengths) + padding
-    cu = [*accumulate(lengths, initial=0)]
-    tiles = [
-        (cu[n] + i, min(16, lengths[n] - i)) for n in range(N) for i in range(0, lengths[n], 16)
-    ]
-    first = [*accumulate((-(-length // 16) for length in lengths), initial=0)]
-    spare = -(-T // 16) + N - len(tiles)
-    rows = [min(end + 16 * i, T) for i in range(spare)]
-    plan = kda_plan(ints(cu, device), T)
-    assert plan.dtype == torch.int32 and plan.shape == (4 * N + 2 * (len(tiles) + spare),)
-    table = plan[: 4 * N].reshape(N, 4).tolist()
-    assert sorted(table) == [[n, cu[n], lengths[n], first[n]] for n in range(N)]
-    got = [tuple(tile) for tile in plan[4 * N :].reshape(-1, 2).tolist()]
-    assert got[: len(tiles)] == tiles
-    assert got[len(tiles) :] == [(row, -min(16, T - row)) for row in rows]
-    assert sum(-count for _, count in got[len(tiles) :]) == padding
-    # longest first by classes: none is 1.5 times as long in tiles as one before it
-    counts = [-(-entry[2] // 16) for entry in table]
-    shortest = [*accumulate(counts, min)]
-    assert all(
-        count < max(1.5 * least, 1) or count <= least
-        for count, least in zip(counts, shortest, strict=True)
-    )
-    if device == "cuda":
-        assert_same("plan", plan.cpu(), kda_plan(ints(cu), T))
-
-
-def test_kda_prefill_with_plan(device: str) -> None:
-    case = prefill_case([20, 0, 37], **sizes(device))
-    out, pool = run(kda_prefill, case)
-    plan = kda_plan(case["cu_seqlens"], case["q"].shape[0])
-    planned, planned_pool = run(kda_prefill, case, plan=plan)
-    assert_same("out", planned, out)
-    assert_same("pool", planned_pool, pool)
 
 
 def test_kda_prefill_under_inference_mode(device: str) -> None:

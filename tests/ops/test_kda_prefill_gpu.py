@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch_kda.ops.kda import kda_plan, kda_prefill
+from torch_kda.ops.kda import kda_prefill
 from torch_kda.ops.reference import kda_recurrent_ref
 from torch_kda.tests.checks import assert_same
 from torch_kda.tests.ops.cases import Case, ints, run, to
@@ -95,7 +95,18 @@ def test_batches(gates: str, N: int) -> None:
     lengths = [(37 * n + 11) % 71 for n in range(N)]
     for empty in {0, N // 2, N - 1} if N > 2 else ():
         lengths[empty] = 0
-    case = make(lengths, gates, HV=4)
+    assert_batch(lengths, gates)
+
+
+@pytest.mark.parametrize("N", [31, 32, 33, 1023, 4096])
+def test_mostly_empty(N: int) -> None:
+    """Up to 96 empty sequences between two: a search for a tile's sequence passes over them."""
+    assert_batch([(30 + n % 64) * (n % 97 == 5) for n in range(N)], "mixed", padding=100)
+
+
+def assert_batch(lengths: list[int], gates: str, padding: int = 3) -> None:
+    N = len(lengths)
+    case = make(lengths, gates, HV=4, padding=padding)
     out, pool = prefill(case)
     assert_accurate(case, (out, pool), truth_of(case), BOUNDS[gates])
     for n in (n for n in range(N) if lengths[n] == 0):
@@ -386,7 +397,6 @@ def test_no_host_sync() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         kda_prefill(**case)
-        kda_plan(case["cu_seqlens"], case["q"].shape[0])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -420,8 +430,7 @@ def test_compiled_and_captured() -> None:
     """Inside one compiled graph, and that inside a CUDA graph: the bits of eager."""
 
     def step(case: Case) -> Tensor:
-        plan = kda_plan(case["cu_seqlens"], case["q"].shape[0])
-        return kda_prefill(**case, plan=plan) + 1
+        return kda_prefill(**case) + 1
 
     case = make([100, 61], exports=every(16, [100, 61]))
     expected, pool = prefill(case)

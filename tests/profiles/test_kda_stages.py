@@ -21,9 +21,9 @@ def test_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> No
     launched: list[tuple[int, int]] = []
 
     def compiled(*arguments: Any) -> None:
-        # 17 tensors, lower_bound, scale, stages, scan_tile
-        assert all(isinstance(x, torch.Tensor) for x in arguments[:17])
-        launched.append(arguments[19:21])
+        # 16 tensors, lower_bound, scale, stages, scan_tile
+        assert all(isinstance(x, torch.Tensor) for x in arguments[:16])
+        launched.append(arguments[18:20])
 
     def fake_times(
         variants: Mapping[str, Sequence[Any]], rounds: int, eager_rounds: int
@@ -36,15 +36,14 @@ def test_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> No
             stages, tiles = zip(*launched, strict=True)
             assert len(set(stages)) == len(set(tiles)) == 1
             found[name] = (stages[0], tiles[0])
-        expected = {"plan": (1, 0), "prepare": (2, 0), "all": (7, 0)}
-        scans = {f"scan_v{tile.rows}": (4, i) for i, (tile, _) in enumerate(SCAN_TILES)}
+        expected = {"prepare": (1, 0), "all": (3, 0)}
+        scans = {f"scan_v{tile.rows}": (2, i) for i, (tile, _) in enumerate(SCAN_TILES)}
         assert found == expected | scans
         return {name: Timing(5.0, 4.0, 6.0) for name in variants}
 
     zeros = torch.zeros(2, dtype=torch.int32)
-    functions = {"kda_prefill_bounded": compiled}
-    device = kda_prefill._Device(132, (zeros, zeros, zeros), zeros, functions)
-    monkeypatch.setattr(kda_prefill, "_DEVICES", {-1: device})
+    device = kda_prefill._Device(132, (zeros, zeros, zeros), zeros)
+    monkeypatch.setattr(kda_prefill, "_FUNCTIONS", {("bounded", -1): (compiled, device)})
     monkeypatch.setattr(kda_stages, "time_calls", fake_times)
     monkeypatch.setattr(kda_stages, "time_host", lambda call, rounds: 9.0)
     monkeypatch.setattr(kda_stages, "l2_bytes", lambda _: 2**20)
@@ -54,12 +53,12 @@ def test_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> No
     kda_stages.run([Cell(2, (96, 40))], ["slow"], CPU, {"gpu": "x"}, tmp_path, 3)
     data = json.loads((tmp_path / "kda_prefill_stages.json").read_text())
     (row,) = data["rows"]
-    assert row["chosen"] == f"scan_v{SCAN_TILES[0][0].rows}" and row["us"]["plan"] == 5.0
+    assert row["chosen"] == f"scan_v{SCAN_TILES[0][0].rows}" and row["us"]["prepare"] == 5.0
     assert "H2-mixed" in capsys.readouterr().out
 
 
 def test_describe() -> None:
-    us = {"plan": 2.0, "prepare": 100.0, "scan_v16": 250.0, "scan_v64": 300.0, "all": 340.0}
+    us = {"prepare": 100.0, "scan_v16": 250.0, "scan_v64": 300.0, "all": 340.0}
     row = {"gates": "slow", "us": us, "chosen": "scan_v64", "host_us": 15.0}
     line = kda_stages.describe(Cell(12, (8000, 160)), row)
     # 97,920 token-heads; 500 steps in the longest sequence
