@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 from . import ptx
 from .kda_prepare_parts import bulk_store, lds_b32, row_bytes, sts_b32, sts_f32x4
 from .kda_record import DIM, ET, K_UPDATE, MQ, RECORD_BYTES, SIDE_BYTES, TILE
-from .kda_scan_parts import NEVER, NO_SLOT, corner, load_entry, load_state, pick, store_state, times
+from .kda_scan_parts import NEVER, NO_SLOT, corner, load_entry, load_state, pick, store_state
 
 # upper halves of wgmma matrix descriptors: swizzle kind, 8-row stride / 16
 SW128 = 0x40000000 | (1024 >> 4)
@@ -434,19 +434,14 @@ class KdaScanSm90:
                 if step == due:
                     due = self.next_due(base, ready, exported)
                     exported += 1
-                    self.stage_state(state, base, warp, lane, et, et_at)
-                    self.stage_out(oacc, o_store)
-                    put(out, 0, ptx.lds_b32x4(o_shared + lane * 16))
-                    cute.arch.sync_warp()
+                    self.stage_state(state, base, warp, lane)
                     ptx.mbarrier_arrive(staged)
-                    ptx.mbarrier_arrive(barrier)
-                else:
-                    ptx.mbarrier_arrive(barrier)
-                    self.load_et(et, et_at, self.early, 8)
-                    self.stage_out(oacc, o_store)
-                    self.decay(state, et)
-                    put(out, 0, ptx.lds_b32x4(o_shared + lane * 16))
-                    cute.arch.sync_warp()
+                ptx.mbarrier_arrive(barrier)
+                self.load_et(et, et_at, self.early, 8)
+                self.stage_out(oacc, o_store)
+                self.decay(state, et)
+                put(out, 0, ptx.lds_b32x4(o_shared + lane * 16))
+                cute.arch.sync_warp()
                 ptx.edge(step, full)
                 self.finish_projection(state, acc, oacc, r, v)
 
@@ -464,7 +459,7 @@ class KdaScanSm90:
 
             if tiles - 1 == due:
                 self.next_due(base, ready, exported)
-                self.stage_state(state, base, warp, lane, None, 0)
+                self.stage_state(state, base, warp, lane)
                 ptx.mbarrier_arrive(staged)
 
         store_state(state, pool, pool_stride, mFinal[sequence], num_slots)
@@ -474,19 +469,12 @@ class KdaScanSm90:
         ptx.mbarrier_wait(ready, exported & 1)
         return lds_b32(base + self.note_base + ((exported + 1) & 1) * 4)
 
-    def stage_state(
-        self, state: Any, base: Int32, warp: Int32, lane: Int32, et: Any, et_at: Any
-    ) -> None:
-        """Puts the state into shared memory, for `export`; then decays it, if there is an Et.
-
-        While the stores of two groups of channels are on their way, these groups are decayed.
-        """
+    def stage_state(self, state: Any, base: Int32, warp: Int32, lane: Int32) -> None:
+        """Puts the state into shared memory, for `export`."""
         to = base + self.export_base + (warp * 16 + lane // 4) * (DIM * 4) + (lane % 4) * 16
         # odd rows take the two groups of a pair in the other order: no bank meets another
         odd = (lane // 4) % 2
         for p in range(0, 8, 2):
-            if et is not None:
-                self.load_et(et, et_at, max(p, self.early), p + 2)
             for turn in range(2):
                 where = to + ((turn ^ odd) + p) * 64
                 for low in range(2):
@@ -496,11 +484,6 @@ class KdaScanSm90:
                         b = state[8 * (p + 1 - turn) + 2 * low + i]
                         x.append(pick(odd, b, a))
                     sts_f32x4(where + low * (8 * DIM * 4), x)
-            if et is not None:
-                # not `decay`: LLVM would merge the two and keep all of Et for it
-                for q in (p, p + 1):
-                    for i in range(8):
-                        state[8 * q + i] = times(state[8 * q + i], et[4 * q + 2 * (i // 4) + i % 2])
 
     def load_et(self, et: cute.Tensor, address: Int32, start: int, stop: int) -> None:
         for p in range(start, stop):

@@ -35,11 +35,6 @@ def pick(flag: Any, one: Any, zero: Any) -> Any:
     return op([Float32], text, Int32(flag), Float32(one), Float32(zero))
 
 
-def times(a: Any, b: Any) -> Any:
-    """a * b, which LLVM takes for something else."""
-    return op([Float32], "mul.f32 $0, $1, $2;", Float32(a), Float32(b))
-
-
 @cute.jit
 def corner(mPool: cute.Tensor, head: Int32, row0: Int32, lane: Int32) -> Int64:
     """Address of this thread's first element in slot 0."""

@@ -347,7 +347,8 @@ def test_kda_prepare_finds_its_tiles(lengths: list[int]) -> None:
     case = make_case(lengths, spare_rows=37)
     got = launch(case)
     check_padding(case, got.records, got.o)
-    check_records(case, got.records)
+    if any(lengths):
+        check_records(case, got.records)
     assert_same("order", got.order, case.sequences)
 
 

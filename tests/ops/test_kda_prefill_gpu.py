@@ -178,7 +178,7 @@ def test_any_checkpoint_entries(scan_tile: int, monkeypatch: pytest.MonkeyPatch)
     clean = make(lengths, exports=every(16, lengths))
     out_clean, pool_clean = prefill(clean)
     borders = [(n, p) for n, length in enumerate(lengths) for p in range(16, length + 1, 16)]
-    states = dict(zip(borders, pool_clean[2 * N :], strict=True))
+    states = {at: pool_clean[2 * N + i] for i, at in enumerate(borders)}
     first, end = 2 * N, 2 * N + E
     bare = torch.cat([clean["state_pool"][:first], torch.full((E, 2, K, K), 7.0, device=DEVICE)])
     for _ in range(40):
