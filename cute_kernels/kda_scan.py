@@ -55,7 +55,7 @@ class KdaScanSm90:
     def __init__(self, rows: int = 64, stages: int = 6, parts: int = 1):
         assert rows in (64, 128) and parts in (1, 2) and stages >= V_LAG + 3
         self.rows, self.stages, self.parts = rows, stages, parts
-        self.early = 4 * (parts - 1)  # groups of Et that are loaded between the parts; 3 spill
+        self.early = 4 * (parts - 1)  # groups of Et that are loaded between the parts: no spills
         self.groups = rows // 64
         self.splits = DIM // rows
         self.warps = 4 * self.groups
@@ -287,6 +287,7 @@ class KdaScanSm90:
                     is_last = Int32(1)
                 else:
                     ptx.mbarrier_wait(staged, (notes - 1) & 1)
+                    # all stores are behind the barrier: one fence here orders them before the copy
                     cute.arch.fence_proxy("async.shared", space="cta")
                     source = base + self.export_base
                     bulk_store(rows + Int64(noted) * stride, source, self.export_bytes)
