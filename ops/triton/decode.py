@@ -12,9 +12,7 @@ from .functions import decay, sigmoid, silu_taps, slot_or_none
 
 K_INNER = 32  # channels of a key that lie side by side in the tile of a state
 WINDOW_BLOCK = 512
-# fastest of 1, 2, 4 and 8 parts of a state and of 4 and 8 warps at D=1..256 on H200; a state that
-# stays in registers over several tokens spills in two parts
-PARTS, PARTS_OF_DRAFTS, NUM_WARPS = 2, 4, 4
+NUM_WARPS = 4  # faster than 8 at D=1..256 on H200, with any number of registers
 
 
 def kda_decode(
@@ -35,13 +33,11 @@ def kda_decode(
     lower_bound: float | None,
     scale: float,
     eps: float,
-    parts: int | None = None,
     num_warps: int = NUM_WARPS,
 ) -> Tensor:
     """`ops.kda.kda_decode`; K and V are powers of two, K a multiple of 32.
 
-    One program has a head of a row: its state stays in registers over the row's tokens, cut along
-    V, so that while one part is computed and written the next ones arrive.
+    One program has a head of a row: its state stays in registers over the row's tokens.
     """
     (D, M), (num_slots, HV, V, K) = dst_slots.shape, state_pool.shape
     out = qkv.new_empty(D * M, HV * V)
@@ -60,7 +56,6 @@ def kda_decode(
         K=K,
         V=V,
         K_INNER=K_INNER,
-        PARTS=parts or (PARTS if M == 1 else PARTS_OF_DRAFTS),
         IS_BOUNDED=lower_bound is not None,
         HAS_COUNTS=num_tokens is not None,
         OWNS_QK=HV == H,
@@ -111,7 +106,6 @@ def _decode_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     K_INNER: tl.constexpr,
-    PARTS: tl.constexpr,
     IS_BOUNDED: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     OWNS_QK: tl.constexpr,
@@ -125,30 +119,25 @@ def _decode_kernel(
     is_row = count > 0
     slot = tl.where(is_row, src, 0).to(tl.int64)
 
-    # A tile of a part is [V / PARTS, K / K_INNER, K_INNER]: loads are 128-byte pieces of rows, and
+    # A tile of the state is [V, K / K_INNER, K_INNER]: loads are 128-byte pieces of rows, and
     # three quarters of a sum over K stay in a thread.
-    ROWS: tl.constexpr = V // PARTS
-    v_in = tl.arange(0, ROWS)[:, None, None]
+    v_in = tl.arange(0, V)[:, None, None]
     k_out = tl.arange(0, K // K_INNER)[None, :, None]
     k_in = tl.arange(0, K_INNER)[None, None, :]
     in_state = v_in * K + k_out * K_INNER + k_in
     state_base = state_pool + head * (V * K)
-    states = ()
-    for part in tl.static_range(PARTS):
-        at = state_base + slot * state_slot + part * (ROWS * K) + in_state
-        states = states + (tl.load(at, mask=is_row, other=0.0).to(tl.float32),)
+    state = tl.load(state_base + slot * state_slot + in_state, mask=is_row, other=0.0)
+    state = state.to(tl.float32)
 
-    lane, v_lane = tl.arange(0, K), tl.arange(0, ROWS)
+    lane, v_lane = tl.arange(0, K), tl.arange(0, V)
     q_channel = head // group * K + lane
     k_channel = H * K + q_channel
     v_channel = 2 * H * K + head * V + v_lane
     window = conv_pool + slot * conv_slot
     q0, q1, q2 = _load_window(window, q_channel, C, is_row)
     k0, k1, k2 = _load_window(window, k_channel, C, is_row)
-    v_windows, norms = (), ()
-    for part in tl.static_range(PARTS):
-        v_windows = v_windows + (_load_window(window, v_channel + part * ROWS, C, is_row),)
-        norms = norms + (tl.load(norm_weight + part * ROWS + v_lane).to(tl.float32),)
+    v0, v1, v2 = _load_window(window, v_channel, C, is_row)
+    norm = tl.load(norm_weight + v_lane).to(tl.float32)
     a = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head * K + lane).to(tl.float32)
 
@@ -161,14 +150,12 @@ def _decode_kernel(
         x = qkv + token * qkv_row
         q3 = tl.load(x + q_channel, mask=is_real, other=0.0)
         k3 = tl.load(x + k_channel, mask=is_real, other=0.0)
-        z_at = gate + token * gate_row + head * V + v_lane
-        v3, gates = (), ()
-        for part in tl.static_range(PARTS):
-            v3 = v3 + (tl.load(x + v_channel + part * ROWS, mask=is_real, other=0.0),)
-            gates = gates + (tl.load(z_at + part * ROWS, mask=is_real, other=0.0),)
+        v3 = tl.load(x + v_channel, mask=is_real, other=0.0)
+        z = tl.load(gate + token * gate_row + head * V + v_lane, mask=is_real, other=0.0)
         g = tl.load(g_raw + token * g_row + head * K + lane, mask=is_real, other=0.0)
         beta = tl.load(beta_logit + token * beta_row + head, mask=is_real, other=0.0)
-        # in place, no thread may write a window that another one has still to read
+        # in place, no thread may write a window that another one has still to read; every load of
+        # this token is on its way before anything waits
         tl.debug_barrier()
 
         q = silu_conv(conv_weight, q_channel, q0, q1, q2, q3)
@@ -179,44 +166,28 @@ def _decode_kernel(
         g = decay(g.to(tl.float32) + bias, a, lower_bound, IS_BOUNDED)
         beta = sigmoid(beta.to(tl.float32))
         q_tile, k_tile = _over_tile(q, K, K_INNER), _over_tile(k, K, K_INNER)
-        g_tile = _over_tile(g, K, K_INNER)
 
-        outputs, squares = (), 0.0
-        new_states, new_windows = (), ()
-        for part in tl.static_range(PARTS):
-            state = states[part] * g_tile
-            v0, v1, v2 = v_windows[part]
-            v = silu_conv(conv_weight, v_channel + part * ROWS, v0, v1, v2, v3[part])
-            v = _anew(v)
-            # what key and query see before the correction, in one pass
-            seen = tl.sum(tl.sum(state * k_tile, axis=1), axis=1)
-            o = tl.sum(tl.sum(state * q_tile, axis=1), axis=1)
-            u = beta * (v - seen)
-            state = state + u[:, None, None] * k_tile
-            at = state_base + slot * state_slot + part * (ROWS * K) + in_state
-            tl.store(at, state, mask=is_written)
-            o = _anew(o + u * qk)
-            squares += tl.sum(o * o, axis=0)
-            outputs = outputs + (o,)
-            new_states = new_states + (state,)
-            new_windows = new_windows + ((v1, v2, v3[part]),)
-        states, v_windows = new_states, new_windows
+        state = state * _over_tile(g, K, K_INNER)
+        v = _anew(silu_conv(conv_weight, v_channel, v0, v1, v2, v3))
+        # what key and query see before the correction, in one pass
+        seen = tl.sum(tl.sum(state * k_tile, axis=1), axis=1)
+        o = tl.sum(tl.sum(state * q_tile, axis=1), axis=1)
+        u = beta * (v - seen)
+        state = state + u[:, None, None] * k_tile
+        tl.store(state_base + slot * state_slot + in_state, state, mask=is_written)
+        o = _anew(o + u * qk)
+        o = o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * norm * sigmoid(z.to(tl.float32))
+        o = tl.where(is_real, o, 0.0).to(out.dtype.element_ty)
+        tl.store(out + token * (HV * V) + head * V + v_lane, o)
+
         q0, q1, q2 = q1, q2, q3
         k0, k1, k2 = k1, k2, k3
-
-        inverse = tl.rsqrt(squares / V + eps)
-        to = out + token * (HV * V) + head * V + v_lane
-        for part in tl.static_range(PARTS):
-            o = outputs[part] * inverse * norms[part] * sigmoid(gates[part].to(tl.float32))
-            o = tl.where(is_real, o, 0.0).to(out.dtype.element_ty)
-            tl.store(to + part * ROWS, o)
+        v0, v1, v2 = v1, v2, v3
         window = conv_pool + slot * conv_slot
         if OWNS_QK:
             _store_window(window, q_channel, C, q0, q1, q2, is_written)
             _store_window(window, k_channel, C, k0, k1, k2, is_written)
-        for part in tl.static_range(PARTS):
-            v0, v1, v2 = v_windows[part]
-            _store_window(window, v_channel + part * ROWS, C, v0, v1, v2, is_written)
+        _store_window(window, v_channel, C, v0, v1, v2, is_written)
 
 
 @triton.jit
