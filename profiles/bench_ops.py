@@ -134,43 +134,72 @@ class Bench:
     num_rounds: int
 
     def rows(self, cell: Cell, gates: str, counts: Sequence[int]) -> list[dict[str, Any]]:
-        """One row for each number of checkpoints; they share the truth."""
+        """One row for each number of checkpoints. They share the truth, and are timed in turns, so
+        that what a checkpoint costs can be read off their difference.
+        """
         most = max(counts)
         full = truth(make_inputs(cell, gates, most, 0, self.device))
-        return [
-            self.row(cell, gates, count, with_exports(full, cell, most, count)) for count in counts
-        ]
+        found: dict[str, tuple[float, float]] = {}
+        calls: dict[str, list[Any]] = {}
+        for count in counts:
+            expected = with_exports(full, cell, most, count)
+            calls |= self.prepare(cell, gates, count, len(counts), expected, found)
+        timings = self.time(calls)
+        rows = [self.row(cell, gates, count, timings, found) for count in counts]
+        torch.cuda.empty_cache()
+        return rows
 
-    def row(self, cell: Cell, gates: str, count: int, expected: Result) -> dict[str, Any]:
-        free = int(torch.cuda.mem_get_info(self.device)[0] * MEMORY_SHARE)
+    def prepare(
+        self,
+        cell: Cell,
+        gates: str,
+        count: int,
+        num_counts: int,
+        expected: Result,
+        found: dict[str, tuple[float, float]],
+    ) -> dict[str, list[Any]]:
+        """Calls to time, by `_key`; puts into `found` how far their results are off."""
+        free = int(torch.cuda.mem_get_info(self.device)[0] * MEMORY_SHARE / num_counts)
         sets = num_input_sets(cell.io_bytes(count), l2_bytes(self.device), free)
         inputs = [make_inputs(cell, gates, count, seed, self.device) for seed in range(sets)]
-        found: dict[str, tuple[float, float]] = {}
         variants = {}
         for name, peer in self.peers.items():
             calls = [call for x in inputs if (call := peer(x)) is not None]
-            if calls and self.check(name, calls[0], inputs[0], expected, found):
-                variants[name] = calls
-        timings = self.time(variants)
+            key = _key(name, count)
+            if calls and self.check(name, key, calls[0], inputs[0], expected, found):
+                variants[key] = calls
+        return variants
+
+    def row(
+        self,
+        cell: Cell,
+        gates: str,
+        count: int,
+        timings: dict[str, Timing],
+        found: dict[str, tuple[float, float]],
+    ) -> dict[str, Any]:
+        keys = {name: _key(name, count) for name in NAMES}
         row = {
             "heads": cell.heads,
             "lens": list(cell.lens),
             "gates": gates,
             "checkpoints": count,
             "floor_us": round(cell.io_bytes(count) / self.bytes_per_second * 1e6, 2),
-            "us": {name: _rounded(timings.get(name), "median_us") for name in NAMES},
-            "eager_us": {name: _rounded(timings.get(name), "eager_us") for name in NAMES},
-            "err_out": {name: _digits(found, name, 0) for name in NAMES},
-            "err_state": {name: _digits(found, name, 1) for name in NAMES},
+            "us": {name: _rounded(timings.get(key), "median_us") for name, key in keys.items()},
+            "eager_us": {
+                name: _rounded(timings.get(key), "eager_us") for name, key in keys.items()
+            },
+            "err_out": {name: _digits(found, key, 0) for name, key in keys.items()},
+            "err_state": {name: _digits(found, key, 1) for name, key in keys.items()},
             "err_tokens": cell.num_tokens,
         }
-        _print_row(cell, row, timings)
-        torch.cuda.empty_cache()
+        _print_row(cell, row, {n: timings[key] for n, key in keys.items() if key in timings})
         return row
 
     def check(
         self,
         name: str,
+        key: str,
         call: Any,
         inputs: Inputs,
         expected: Result,
@@ -185,7 +214,7 @@ class Bench:
                 raise
             print(f"  {name} fails: {type(error).__name__}: {str(error)[:200]}")
             return False
-        found[name] = got
+        found[key] = got
         is_right = all(x <= limit for x, limit in zip(got, LIMITS[name], strict=True))
         if not is_right:
             limits = LIMITS[name]
@@ -198,13 +227,13 @@ class Bench:
     def time(self, variants: dict[str, list[Any]]) -> dict[str, Timing]:
         """All in turns; if a peer can't be captured, the rest without it."""
         with torch.inference_mode():
-            for name in [name for name in variants if name != "torch_kda"]:
+            for key in [key for key in variants if not key.startswith("torch_kda")]:
                 try:
-                    time_calls({name: variants[name][:1]}, rounds=1, eager_rounds=1)
+                    time_calls({key: variants[key][:1]}, rounds=1, eager_rounds=1)
                 except RuntimeError as error:
-                    print(f"  {name} is not timed: {str(error)[:200]}")
+                    print(f"  {key} is not timed: {str(error)[:200]}")
                     torch.cuda.synchronize()
-                    del variants[name]
+                    del variants[key]
             return time_calls(variants, rounds=self.num_rounds) if variants else {}
 
 
@@ -221,13 +250,18 @@ def metadata(
     }
 
 
+def _key(name: str, num_checkpoints: int) -> str:
+    """Of what is timed."""
+    return f"{name} with {num_checkpoints}"
+
+
 def _rounded(timing: Timing | None, field: str) -> float | None:
     value = None if timing is None else getattr(timing, field)
     return None if value is None else round(value, 2)
 
 
-def _digits(found: dict[str, tuple[float, float]], name: str, index: int) -> float | None:
-    return float(f"{found[name][index]:.3e}") if name in found else None
+def _digits(found: dict[str, tuple[float, float]], key: str, index: int) -> float | None:
+    return float(f"{found[key][index]:.3e}") if key in found else None
 
 
 def _print_row(cell: Cell, row: dict[str, Any], timings: dict[str, Timing]) -> None:
