@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ FILE = re.compile(r"(?<![\w./*-])[\w-]+\.(?:py|toml|md|in)\b(?![/(])")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 ADDRESS = re.compile(r"https?://[^\s)>\"']+")
 MAKE = re.compile(r"`(?:\w+=\S+ )*make ([a-z]\w*)|^(?:\$ )?(?:\w+=\S+ )*make ([a-z]\w*)", re.M)
+PYTHON = re.compile(r"```python\n(.*?)```", re.S)
 COMMAND = re.compile(r"(?:`|^|\$ |&& )torch-kda ([a-z]\w*)", re.M)
 
 
@@ -150,3 +152,15 @@ def test_agents_page():
     assert (ROOT / "CLAUDE.md").resolve() == ROOT / "AGENTS.md"
     agents = (ROOT / "AGENTS.md").read_text()
     assert "CONTRIBUTING.md" in agents and len(agents.splitlines()) <= 10
+
+
+@pytest.mark.parametrize("index", range(2), ids=["model", "op"])
+def test_readme_example_runs(index: int) -> None:
+    example = PYTHON.findall((ROOT / "README.md").read_text())[index]
+    names: dict[str, Any] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    if index == 0:
+        assert len(names["out"].token_ids) == 16
+    else:
+        assert names["o"].shape == (100, 2, 128) and names["o"].isfinite().all()
+        assert names["pool"].flatten(1).any(dim=1).all(), "every slot that is named is written"
