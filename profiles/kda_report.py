@@ -62,7 +62,8 @@ def markdown(data: dict[str, Any]) -> str:
         "\n".join(f"- {key}: {value}" for key, value in meta.items()),
         "Whole op from raw inputs (gate, norms, beta, states in and out), us a call: medians "
         "of CUDA-graph replays over rotating inputs, variants in turns. Floor: inputs, output, "
-        "states and checkpoints moved once at the speed of a copy. Errors: relative RMS against "
+        "states and checkpoints moved once at the speed of a copy. Eager: wall clock of a call in a "
+        "row of eager ones, so the host's time where that is longer. Errors: relative RMS against "
         "float64, first and last head, all tokens of the cell.",
     ]
     for gates in dict.fromkeys(row["gates"] for row in rows):
