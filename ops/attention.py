@@ -9,8 +9,10 @@ from . import reference
 from .library import (
     FLOATS,
     INT,
+    check_count,
     check_device,
     check_inner,
+    check_number,
     check_starts,
     check_tensor,
     define_op,
@@ -27,7 +29,7 @@ def mla_store(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:
     M tokens, W = R + P: R latent channels (after their norm), then P shared key channels.
 
     Args:
-        latent: [M, W] bf16, fp32 or float64. Any row stride.
+        latent: [M, W] bf16, fp32 or float64. Last dim contiguous.
         kv_pool: [num_blocks, block_size, W] of the same dtype, contiguous. Written.
         slot_mapping: [M] int32. Distinct places; one outside the pool, such as -1: not written.
 
@@ -59,7 +61,8 @@ def mla_decode(
     row is at position seq_len - M + j and sees what is not after it, itself included.
 
     Args:
-        q: [D*M, Hq, W] bf16, fp32 or float64. Absorbed: q_nope W_uk | q_pe. Any row stride.
+        q: [D*M, Hq, W] bf16, fp32 or float64. Absorbed: q_nope W_uk | q_pe. Last two dims
+            contiguous.
         kv_pool: [num_blocks, block_size, W] of the same dtype, contiguous. The M tokens are stored.
         block_table: [D, max_blocks] int32. Blocks of each row in order; unused ones: anything.
         seq_lens: [D] int32. Tokens of each row, the M included. 0 is a padding row: output 0.
@@ -76,7 +79,7 @@ def mla_decode(
     Reference: `ops.reference.mla_decode_ref`.
     """
     if not is_traced():
-        _check_decode(q, kv_pool, block_table, seq_lens, kv_lora_rank, num_tokens_per_row)
+        _check_decode(q, kv_pool, block_table, seq_lens, scale, kv_lora_rank, num_tokens_per_row)
     return _mla_decode(
         *(q, kv_pool, block_table, seq_lens),
         scale=scale,
@@ -105,7 +108,7 @@ def mla_prefill(
     rows here and seq_len tokens in the cache has its rows at positions seq_len - L .. seq_len - 1.
 
     Args:
-        q: [T, Hq, N_k+P] bf16, fp32 or float64. Any row stride.
+        q: [T, Hq, N_k+P] bf16, fp32 or float64. Last two dims contiguous.
         kv_pool: [num_blocks, block_size, R+P] of the same dtype, contiguous; all tokens are stored.
         kv_b_weight: [Hq*(N_k+Vh), R] of the same dtype; of a head: N_k key, then Vh value rows.
         cu_seqlens: [N+1] int32. Start of each sequence, and the end <= T; its last may repeat.
@@ -125,7 +128,7 @@ def mla_prefill(
     """
     tensors = (q, kv_pool, kv_b_weight, cu_seqlens, block_table, seq_lens)
     if not is_traced():
-        _check_prefill(*tensors, v_head_dim)
+        _check_prefill(*tensors, scale, v_head_dim)
     return _mla_prefill(*tensors, scale=scale, v_head_dim=v_head_dim)
 
 
@@ -145,18 +148,22 @@ def _check_decode(
     kv_pool: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    scale: float,
     kv_lora_rank: int,
     num_tokens_per_row: int,
 ) -> None:
     op, dims = "mla_decode", {}
+    check_count(op, "num_tokens_per_row", num_tokens_per_row)
     require(num_tokens_per_row >= 1, op, "num_tokens_per_row", ">= 1", num_tokens_per_row)
     check_tensor(op, "seq_lens", seq_lens, "D", INT, dims)
     dims["D*M"] = dims["D"] * num_tokens_per_row
     check_tensor(op, "q", q, "D*M Hq W", FLOATS, dims)
     check_tensor(op, "kv_pool", kv_pool, "num_blocks block_size W", q.dtype, dims)
     check_tensor(op, "block_table", block_table, "D max_blocks", INT, dims)
+    check_count(op, "kv_lora_rank", kv_lora_rank)
     is_right = 0 < kv_lora_rank <= dims["W"]
     require(is_right, op, "kv_lora_rank", f"in 1..W={dims['W']}", kv_lora_rank)
+    check_number(op, "scale", scale)
     _check_layout(op, q, kv_pool, {"block_table": block_table, "seq_lens": seq_lens})
 
 
@@ -167,6 +174,7 @@ def _check_prefill(
     cu_seqlens: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    scale: float,
     v_head_dim: int,
 ) -> None:
     op, dims = "mla_prefill", {}
@@ -180,6 +188,8 @@ def _check_prefill(
     N_k = dims["N_k+P"] - P
     require(P >= 0, op, "kv_b_weight", f"[.., R <= R+P={dims['R+P']}]", f"R={dims['R']}")
     require(N_k >= 0, op, "q", f"[T, Hq, N_k + P={P}]", list(q.shape))
+    check_count(op, "v_head_dim", v_head_dim)
+    check_number(op, "scale", scale)
     rows = dims["Hq"] * (N_k + v_head_dim)
     expected = f"[Hq*(N_k+Vh)={rows}, R]"
     require(kv_b_weight.shape[0] == rows, op, "kv_b_weight", expected, list(kv_b_weight.shape))
@@ -259,13 +269,13 @@ def _mla_decode_fake(
     *tensors: Tensor, scale: float, kv_lora_rank: int, num_tokens_per_row: int
 ) -> Tensor:
     q, kv_pool, block_table, seq_lens = tensors
-    _check_decode(q, kv_pool, block_table, seq_lens, kv_lora_rank, num_tokens_per_row)
+    _check_decode(q, kv_pool, block_table, seq_lens, scale, kv_lora_rank, num_tokens_per_row)
     return q.new_empty(q.shape[0], q.shape[1], kv_lora_rank)
 
 
 def _mla_prefill_fake(*tensors: Tensor, scale: float, v_head_dim: int) -> Tensor:
     q, kv_pool, kv_b_weight, cu_seqlens, block_table, seq_lens = tensors
-    _check_prefill(q, kv_pool, kv_b_weight, cu_seqlens, block_table, seq_lens, v_head_dim)
+    _check_prefill(q, kv_pool, kv_b_weight, cu_seqlens, block_table, seq_lens, scale, v_head_dim)
     return q.new_empty(q.shape[0], q.shape[1], v_head_dim)
 
 

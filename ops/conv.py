@@ -9,6 +9,7 @@ from . import reference
 from .library import (
     FLOATS,
     INT,
+    check_apart,
     check_csr,
     check_device,
     check_inner,
@@ -38,10 +39,10 @@ def causal_conv_prefill(
     T rows, N sequences, C channels; T and N are capacities, padded as in `kda_prefill`.
 
     Args:
-        x: [T, C] bf16, packed q|k|v. Any row stride.
+        x: [T, C] bf16, packed q|k|v. Last dim contiguous.
         weight: [C, 4] bf16, the oldest input's first.
-        conv_pool: [slots, 3, C] bf16, oldest first, raw inputs, each slot contiguous. Written at
-            final_slots and checkpoint_slots.
+        conv_pool: [slots, 3, C] bf16, oldest first, raw inputs, each slot contiguous; slots don't
+            overlap. Written at final_slots and checkpoint_slots.
         cu_seqlens, initial_slots, final_slots: As in `kda_prefill`, for windows.
         checkpoint_indptr, checkpoint_offsets, checkpoint_slots: As in `kda_prefill`, for windows.
 
@@ -52,7 +53,7 @@ def causal_conv_prefill(
 
     Raises:
         ValueError: a shape, dtype, stride or device is not as above; on a CPU also cu_seqlens,
-            checkpoint_indptr or slots that clash.
+            checkpoint_indptr, or slots that clash.
 
     Reference: `ops.reference.causal_conv_prefill_ref`.
     """
@@ -88,6 +89,7 @@ def _check(
             check_inner(op, name, tensor, tensor.ndim)
     check_inner(op, "x", x, 1)
     check_inner(op, "conv_pool", conv_pool, 2)
+    check_apart(op, "conv_pool", conv_pool)
     check_device(op, {"x": x, "weight": weight, "conv_pool": conv_pool} | lists | csr)
 
 

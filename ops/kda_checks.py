@@ -6,9 +6,11 @@ from torch import Tensor
 from .library import (
     FLOATS,
     INT,
+    check_apart,
     check_csr,
     check_device,
     check_inner,
+    check_number,
     check_tensor,
     require,
     wide_dtype,
@@ -34,6 +36,7 @@ def check_prefill(
     checkpoint_slots: Tensor | None,
     *,
     lower_bound: float | None,
+    scale: float | None,
 ) -> None:
     """Raises what `kda_prefill` says it raises; the one below likewise."""
     op, dims = "kda_prefill", {}
@@ -62,9 +65,10 @@ def check_prefill(
             check_inner(op, name, x, x.ndim)
     check_inner(op, "beta_logit", beta_logit, 1)
     check_inner(op, "state_pool", state_pool, 3)
+    check_apart(op, "state_pool", state_pool)
     pool = {"beta_logit": beta_logit, "state_pool": state_pool}
     check_device(op, rows | pool | small | lists | csr)
-    _check_bound(op, lower_bound)
+    _check_numbers(op, lower_bound, scale)
     if q.is_cuda:
         _check_cuda(op, dims["K"], dims["V"], q.dtype)
         _check_sequences(op, dims["N"])
@@ -89,6 +93,8 @@ def check_decode(
     num_tokens: Tensor | None,
     *,
     lower_bound: float | None,
+    scale: float | None,
+    eps: float,
 ) -> None:
     op, dims = "kda_decode", {}
     check_tensor(op, "qkv", qkv, "D*M C", FLOATS, dims)
@@ -122,15 +128,23 @@ def check_decode(
     pools = {"state_pool": state_pool, "conv_pool": conv_pool}
     for name, x in (rows | pools).items():
         check_inner(op, name, x, x.ndim - 1)
+    for name, x in pools.items():
+        check_apart(op, name, x)
     check_device(op, rows | weights | pools | lists)
-    _check_bound(op, lower_bound)
+    _check_numbers(op, lower_bound, scale)
+    check_number(op, "eps", eps, "> 0")
+    require(eps > 0, op, "eps", "> 0", eps)
     if qkv.is_cuda:
         _check_cuda(op, K, V, qkv.dtype)
 
 
-def _check_bound(op: str, lower_bound: float | None) -> None:
-    is_right = lower_bound is None or -5 <= lower_bound < 0
-    require(is_right, op, "lower_bound", "in [-5, 0) or None", lower_bound)
+def _check_numbers(op: str, lower_bound: float | None, scale: float | None) -> None:
+    if lower_bound is not None:
+        expected = "in [-5, 0) or None"
+        check_number(op, "lower_bound", lower_bound, expected)
+        require(-5 <= lower_bound < 0, op, "lower_bound", expected, lower_bound)
+    if scale is not None:
+        check_number(op, "scale", scale)
 
 
 def _check_cuda(op: str, K: int, V: int, dtype: torch.dtype) -> None:

@@ -1,6 +1,8 @@
 """Registration of our ops, and the argument checks that their Python functions and fakes share."""
 
+import math
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -78,6 +80,8 @@ def check_tensor(
 
     A letter that `dims` lacks is bound to the size that `x` has; others must agree with it.
     """
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{op}: {name} must be a Tensor, got {type(x).__name__}")
     letters = shape.split()
     allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
     right = x.ndim == len(letters) and x.dtype in allowed
@@ -106,6 +110,14 @@ def check_inner(op: str, name: str, x: torch.Tensor, num_inner: int) -> None:
                 f"got strides {list(x.stride())} for shape {list(x.shape)}; call .contiguous()"
             )
         expected = expected * x.shape[i]
+
+
+def check_apart(op: str, name: str, pool: torch.Tensor) -> None:
+    """Checks that no two slots of a pool, each contiguous, share memory."""
+    size = math.prod(pool.shape[1:])
+    is_apart = pool.shape[0] <= 1 or pool.stride(0) >= size
+    expected = f"slots that do not overlap, {size} or more elements apart"
+    require(is_apart, op, name, expected, f"a slot stride of {pool.stride(0)}")
 
 
 def check_device(op: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
@@ -161,6 +173,19 @@ def check_starts(op: str, name: str, starts: torch.Tensor, limit: int) -> None:
         before = value
 
 
+def check_number(op: str, name: str, x: object, expected: str = "a finite number") -> None:
+    """Checks that x is a finite number, or one that a graph leaves open."""
+    if isinstance(x, torch.SymFloat | torch.SymInt):
+        return
+    if not (isinstance(x, Real) and math.isfinite(x)):
+        raise ValueError(f"{op}: {name} must be {expected}, got {_shown(x)}")
+
+
+def check_count(op: str, name: str, x: object) -> None:
+    """Checks that x is an integer, or one that a graph leaves open."""
+    require(isinstance(x, Integral | torch.SymInt), op, name, "an integer", _shown(x))
+
+
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
     """Of states and gate parameters, for activations like x."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -185,6 +210,10 @@ def _size(letter: str, dims: dict[str, int]) -> int | None:
 def _spelled(letter: str, dims: dict[str, int]) -> str:
     size = _size(letter, dims)
     return letter if size is None or letter.isdigit() else f"{letter}={size}"
+
+
+def _shown(x: object) -> str:
+    return str(x) if x is None or isinstance(x, Real) else type(x).__name__
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

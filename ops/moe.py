@@ -4,7 +4,17 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .library import FLOATS, check_device, check_inner, check_tensor, define_op, is_traced, require
+from .library import (
+    FLOATS,
+    check_count,
+    check_device,
+    check_inner,
+    check_number,
+    check_tensor,
+    define_op,
+    is_traced,
+    require,
+)
 
 
 def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -112,12 +122,12 @@ def moe_route(
         topk_weights: [M, k] fp32.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or num_choices is not as above.
+        ValueError: a shape, dtype, stride, device or number is not as above.
 
     Reference: `ops.reference.moe_route_ref`.
     """
     if not is_traced():
-        _check_route(x, weight, choice_bias, num_choices, is_real)
+        _check_route(x, weight, choice_bias, num_choices, scaling_factor, is_real)
     return _moe_route(
         *(x, weight, choice_bias, num_choices),
         renormalize=renormalize,
@@ -127,7 +137,12 @@ def moe_route(
 
 
 def _check_route(
-    x: Tensor, weight: Tensor, choice_bias: Tensor, num_choices: int, is_real: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    choice_bias: Tensor,
+    num_choices: int,
+    scaling_factor: float,
+    is_real: Tensor | None,
 ) -> None:
     op, dims = "moe_route", {}
     check_tensor(op, "x", x, "M dim", (torch.bfloat16, torch.float32), dims)
@@ -140,6 +155,8 @@ def _check_route(
     for name, tensor in tensors.items():
         check_inner(op, name, tensor, tensor.ndim)
     check_device(op, tensors)
+    check_number(op, "scaling_factor", scaling_factor)
+    check_count(op, "num_choices", num_choices)
     expected = f"in 1..E={dims['E']}"
     require(1 <= num_choices <= dims["E"], op, "num_choices", expected, num_choices)
 
@@ -174,7 +191,7 @@ def _fake_route(
     scaling_factor: float,
     is_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check_route(x, weight, choice_bias, num_choices, is_real)
+    _check_route(x, weight, choice_bias, num_choices, scaling_factor, is_real)
     ids = x.new_empty(x.shape[0], num_choices, dtype=torch.int32)
     return ids, torch.empty_like(ids, dtype=torch.float32)
 

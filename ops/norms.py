@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .library import FLOATS, check_device, check_inner, check_tensor, define_op, is_traced, require
+from .library import (
+    FLOATS,
+    check_device,
+    check_inner,
+    check_number,
+    check_tensor,
+    define_op,
+    is_traced,
+    require,
+)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -38,14 +47,20 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Te
 
 def _check(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
     op = "gated_rms_norm"
-    require(x.ndim >= 1 and x.dtype in FLOATS, op, "x", "[.., V] of floats", f"{x.ndim}d {x.dtype}")
-    dims = {f"s{i}": size for i, size in enumerate(x.shape[:-1])} | {"V": x.shape[-1]}
-    check_tensor(op, "gate", gate, " ".join(dims), x.dtype, dims)
+    num_outer = x.ndim - 1 if isinstance(x, Tensor) else 0
+    shape, dims = " ".join([*(f"s{i}" for i in range(num_outer)), "V"]), {}
+    check_tensor(op, "x", x, shape, FLOATS, dims)
+    check_tensor(op, "gate", gate, shape, x.dtype, dims)
     check_tensor(op, "weight", weight, "V", x.dtype, dims)
     tensors = {"x": x, "gate": gate, "weight": weight}
     for name, tensor in tensors.items():
         check_inner(op, name, tensor, 1)
     check_device(op, tensors)
+    _check_eps(op, eps)
+
+
+def _check_eps(op: str, eps: float) -> None:
+    check_number(op, "eps", eps, "> 0")
     require(eps > 0, op, "eps", "> 0", eps)
 
 
@@ -136,7 +151,7 @@ def _check_rows(op: str, rows: dict[str, Tensor], weight: Tensor, eps: float) ->
     for name, tensor in tensors.items():
         check_inner(op, name, tensor, 1)
     check_device(op, tensors)
-    require(eps > 0, op, "eps", "> 0", eps)
+    _check_eps(op, eps)
 
 
 def _rms_norm_cuda(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

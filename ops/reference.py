@@ -50,7 +50,8 @@ def kda_prefill_ref(
     if q.shape[0] == 0:
         return out
     csr = (checkpoint_indptr, checkpoint_offsets, checkpoint_slots)
-    sequences = _sequences(cu_seqlens, initial_slots, final_slots, csr, state_pool.shape[0])
+    slots = (initial_slots, final_slots)
+    sequences = _sequences("kda_prefill", cu_seqlens, *slots, csr, state_pool.shape[0])
     for sequence in sequences:
         if sequence.length == 0:
             _write_slot(state_pool, sequence.final, _read_slot(state_pool, sequence.initial))
@@ -182,7 +183,8 @@ def kda_recurrent_ref(
     if q.shape[0] == 0:
         return out
     csr = (checkpoint_indptr, checkpoint_offsets, checkpoint_slots)
-    for sequence in _sequences(cu_seqlens, initial_slots, final_slots, csr, state_pool.shape[0]):
+    slots = (initial_slots, final_slots)
+    for sequence in _sequences("kda_prefill", cu_seqlens, *slots, csr, state_pool.shape[0]):
         state = _read_slot(state_pool, sequence.initial)
         if sequence.length == 0:
             _write_slot(state_pool, sequence.final, state)
@@ -237,7 +239,8 @@ def kda_decode_ref(
         return qkv.new_zeros(0, HV * V)
     num_slots = state_pool.shape[0]
     if state_pool.is_cpu:
-        _check_slots("dst_slots", src_slots.tolist(), dst_slots.tolist(), num_slots, num_own=M)
+        rows = (src_slots.tolist(), dst_slots.tolist())
+        _check_slots("kda_decode: dst_slots", *rows, num_slots, num_own=M)
     has_src = (src_slots >= 0) & (src_slots < num_slots)
     src = torch.where(has_src, src_slots, 0).long()
     state, window = state_pool[src], conv_pool[src]
@@ -279,7 +282,8 @@ def causal_conv_prefill_ref(
     if x.shape[0] == 0:
         return out
     csr = (checkpoint_indptr, checkpoint_offsets, checkpoint_slots)
-    for sequence in _sequences(cu_seqlens, initial_slots, final_slots, csr, conv_pool.shape[0]):
+    slots = (initial_slots, final_slots)
+    for sequence in _sequences("causal_conv_prefill", cu_seqlens, *slots, csr, conv_pool.shape[0]):
         rows = slice(sequence.start, sequence.start + sequence.length)
         taps = torch.cat([_read_slot(conv_pool, sequence.initial), x[rows]])
         if sequence.length > 0:
@@ -496,6 +500,7 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(
+    op: str,
     cu_seqlens: Tensor,
     initial_slots: Tensor,
     final_slots: Tensor,
@@ -512,7 +517,7 @@ def _sequences(
         reads, writes = (s if 0 <= s < num_slots else -1 for s in (initial[n], final[n]))
         result.append(_Sequence(cu[n], length, reads, writes, exports))
     writes = [[s.final, *(slot for _, slot in s.exports)] for s in result]
-    names = "final_slots and checkpoint_slots"
+    names = f"{op}: final_slots and checkpoint_slots"
     _check_slots(names, [s.initial for s in result], writes, num_slots, num_own=1)
     return result
 
@@ -541,6 +546,7 @@ def _check_slots(
     """Refuses a call that writes a slot twice, or one that it also reads.
 
     The first `num_own` writes of a sequence may be its own initial slot if nobody else reads that.
+    A message begins with `names`, those of the op and of the arguments with the writes.
     """
     readers, seen = Counter(reads), set()
     for n, row in enumerate(writes):
@@ -548,13 +554,13 @@ def _check_slots(
             if not 0 <= slot < num_slots:
                 continue
             if slot in seen:
-                raise ValueError(f"{names} must be distinct, but slot {slot} is written twice")
+                raise ValueError(f"{names} must be distinct, got slot {slot} twice")
             seen.add(slot)
             is_own = i < num_own and slot == reads[n] and readers[slot] == 1
             if slot in readers and not is_own:
                 raise ValueError(
-                    f"{names} must not be read in the same call, but slot {slot} is "
-                    f"written by {n} and also read"
+                    f"{names} must not be read in the same call, got slot {slot}, written "
+                    f"by {n} and also read"
                 )
 
 

@@ -1,13 +1,18 @@
 """Each ValueError of each op names the function, the argument, what it must be, what came."""
 
+import inspect
+import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch_kda.ops import kda
 from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
 from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
 from torch_kda.ops.conv import causal_conv_prefill
@@ -118,10 +123,126 @@ def tensor_arguments() -> list[tuple[str, str]]:
 
 
 def refuses(op: str, case: Case, message: str) -> None:
-    pools = {n: x.clone() for n, x in case.items() if n.endswith("_pool") and not x.is_meta}
+    pools = {
+        n: x.clone()
+        for n, x in case.items()
+        if n.endswith("_pool") and isinstance(x, Tensor) and not x.is_meta
+    }
     with pytest.raises(ValueError, match=f"^{op}: {message}"):
         OPS[op](**case)
     assert all(torch.equal(case[n], x) for n, x in pools.items())
+
+
+NO_TENSORS = {"None": None, "list": [1.0], "ndarray": np.zeros(3, np.float32)}
+# None is their default, and the checkpoints come together or not at all
+OPTIONAL = {"num_tokens", "is_real"} | {f"checkpoint_{x}" for x in ("indptr", "offsets", "slots")}
+
+
+def no_tensors() -> list[tuple[str, str, str]]:
+    cases = [(*argument, kind) for argument in tensor_arguments() for kind in NO_TENSORS]
+    return [case for case in cases if case[2] != "None" or case[1] not in OPTIONAL]
+
+
+@pytest.mark.parametrize(("op", "name", "kind"), no_tensors())
+def test_no_tensor(op: str, name: str, kind: str) -> None:
+    got = type(NO_TENSORS[kind]).__name__
+    refuses(op, good(op) | {name: NO_TENSORS[kind]}, f"{name} must be a Tensor, got {got}$")
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, AttributeError, IndexError])
+def test_no_tensor_in_the_compiled_call(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the checks come when the compiled call has refused, in whatever way."""
+
+    def refusing(*_: object, **__: object) -> None:
+        raise error("not our words")
+
+    monkeypatch.setattr(kda, "_cuda", lambda: SimpleNamespace(kda_prefill=refusing))
+    case = good("kda_prefill")
+    numbers = {name: case.pop(name) for name in ("lower_bound", "scale")}
+    names = [name for name in inspect.signature(kda_prefill).parameters if name in case]
+    tensors: list[Any] = [case[name] for name in names]
+    with pytest.raises(error, match="not our words"):
+        kda._kda_prefill_cuda(*tensors, **numbers)
+    with pytest.raises(ValueError, match="^kda_prefill: scale must be a finite number, got nan$"):
+        kda._kda_prefill_cuda(*tensors, **(numbers | {"scale": math.nan}))
+    tensors[2] = None
+    with pytest.raises(ValueError, match="^kda_prefill: v must be a Tensor, got NoneType$"):
+        kda._kda_prefill_cuda(*tensors, **numbers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "kind"), [case[1:] for case in no_tensors() if case[0] == "kda_prefill"]
+)
+def test_no_tensor_on_cuda(name: str, kind: str) -> None:
+    case = prefill_case([36, 12], **sizes("cuda"), rows=48) | {name: NO_TENSORS[kind]}
+    refuses("kda_prefill", case, f"{name} must be a Tensor, got ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", ["-1", math.nan, math.inf, [1.0]], ids=str)
+@pytest.mark.parametrize("name", ["lower_bound", "scale"])
+def test_no_number_on_cuda(name: str, value: Any) -> None:
+    case = prefill_case([36, 12], **sizes("cuda"), rows=48) | {name: value}
+    refuses("kda_prefill", case, f"{name} must be ")
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "expected"),
+    [
+        *((op, "lower_bound", r"in \[-5, 0\) or None") for op in ("kda_prefill", "kda_decode")),
+        *((op, "scale", "a finite number") for op in OPS if "scale" in good(op)),
+        *((op, "eps", "> 0") for op in OPS if "eps" in good(op)),
+        ("moe_route", "scaling_factor", "a finite number"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [("-1", "str"), (math.nan, "nan"), (-math.inf, "-inf"), ([1.0], "list")],
+    ids=["str", "nan", "-inf", "list"],
+)
+def test_no_number(op: str, name: str, expected: str, value: Any, got: str) -> None:
+    refuses(op, good(op) | {name: value}, f"{name} must be {expected}, got {got}$")
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("moe_route", "num_choices"),
+        ("mla_decode", "kv_lora_rank"),
+        ("mla_decode", "num_tokens_per_row"),
+        ("mla_prefill", "v_head_dim"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("value", "got"), [("2", "str"), (2.5, "2.5"), (None, "None")], ids=["str", "float", "None"]
+)
+def test_no_count(op: str, name: str, value: Any, got: str) -> None:
+    refuses(op, good(op) | {name: value}, f"{name} must be an integer, got {got}$")
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("kda_prefill", "state_pool"),
+        ("kda_decode", "state_pool"),
+        ("kda_decode", "conv_pool"),
+        ("causal_conv_prefill", "conv_pool"),
+    ],
+)
+def test_slots_that_overlap(op: str, name: str) -> None:
+    case = good(op)
+    slots, *rest = case[name].shape
+    size = math.prod(rest)
+    inner = case[name].stride()[1:]
+    message = f"{name} must be slots that do not overlap, {size} or more elements apart, got a slot"
+    for stride in (0, size - 1):
+        overlapping = case[name].flatten().as_strided((slots, *rest), (stride, *inner))
+        refuses(op, case | {name: overlapping}, f"{message} stride of {stride}$")
+    spread = case[name].new_zeros(slots * (size + 3)).as_strided((slots, *rest), (size + 3, *inner))
+    OPS[op](**(case | {name: spread}))
 
 
 @pytest.mark.parametrize(("op", "name"), tensor_arguments())

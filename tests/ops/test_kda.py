@@ -269,12 +269,32 @@ def test_kda_prefill_forms_agree_in_float64() -> None:
 @pytest.mark.parametrize(
     ("initial", "final", "checkpoints", "message"),
     [
-        ([0, 1], [2, 2], [4, 5], "slot 2 is written twice"),
-        ([0, 1], [2, 3], [3, 5], "slot 3 is written twice"),
-        ([0, 1], [1, 3], [4, 5], "slot 1 is written by 0 and also read"),
-        ([0, 0], [0, 3], [4, 5], "slot 0 is written by 0 and also read"),
-        ([0, 1], [2, 3], [4, 0], "slot 0 is written by 1 and also read"),
-        ([0, 1], [2, 3], [0, 5], "slot 0 is written by 0 and also read"),
+        ([0, 1], [2, 2], [4, 5], "^kda_prefill: .* must be distinct, got slot 2 twice"),
+        ([0, 1], [2, 3], [3, 5], "^kda_prefill: .* must be distinct, got slot 3 twice"),
+        (
+            [0, 1],
+            [1, 3],
+            [4, 5],
+            "^kda_prefill: .* must not be read .*, got slot 1, written by 0",
+        ),
+        (
+            [0, 0],
+            [0, 3],
+            [4, 5],
+            "^kda_prefill: .* must not be read .*, got slot 0, written by 0",
+        ),
+        (
+            [0, 1],
+            [2, 3],
+            [4, 0],
+            "^kda_prefill: .* must not be read .*, got slot 0, written by 1",
+        ),
+        (
+            [0, 1],
+            [2, 3],
+            [0, 5],
+            "^kda_prefill: .* must not be read .*, got slot 0, written by 0",
+        ),
     ],
     ids=lambda value: str(value).replace(" ", "_"),
 )

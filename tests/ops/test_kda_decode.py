@@ -195,9 +195,17 @@ def test_kda_decode_ref_is_the_cpu_implementation() -> None:
 @pytest.mark.parametrize(
     ("src", "dst", "message"),
     [
-        ([0, 1], [[2, 3], [4, 3]], "slot 3 is written twice"),
-        ([0, 1], [[2, 1], [4, 5]], "slot 1 is written by 0 and also read"),
-        ([0, 0], [[0, 3], [4, 5]], "slot 0 is written by 0 and also read"),
+        ([0, 1], [[2, 3], [4, 3]], "^kda_decode: dst_slots must be distinct, got slot 3 twice"),
+        (
+            [0, 1],
+            [[2, 1], [4, 5]],
+            "^kda_decode: dst_slots must not .*, got slot 1, written by 0",
+        ),
+        (
+            [0, 0],
+            [[0, 3], [4, 5]],
+            "^kda_decode: dst_slots must not .*, got slot 0, written by 0",
+        ),
     ],
     ids=["twice", "of another", "shared"],
 )
