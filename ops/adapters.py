@@ -4,11 +4,15 @@ Each turns its arguments into those of `kda_prefill` and its states into slots o
 What the op can't do is refused by name. Both work on a CPU too, and inside compiled graphs.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .kda import kda_prefill
-from .library import INT, require, wide_dtype
+from .library import FLOATS, INT, check_number, check_tensor, require, wide_dtype
+
+_INTS = (torch.int32, torch.int64)  # of cu_seqlens and offsets in both projects
 
 
 def chunk_kda(
@@ -55,7 +59,7 @@ def chunk_kda(
         lower_bound: In [-5, 0), for lower_bound * sigmoid(exp(A_log) * (g + dt_bias)). None, for
             -exp(A_log) * softplus(g + dt_bias).
         safe_gate: True demands a lower_bound; the result is the same.
-        cu_seqlens: [N+1] int. Start of each sequence, and the end.
+        cu_seqlens: [N+1] int32 or int64. Start of each sequence, and the end.
         cu_seqlens_cpu, use_graph, chunk_size: Make no difference: lengths are never read on the
             host, every call can be captured, and the chunk is 16.
         max_num_seqs: N, where given.
@@ -71,6 +75,11 @@ def chunk_kda(
         NotImplementedError: allow_neg_eigval, disable_recompute, return_intermediate_states,
             cp_context, a gradient, a lower_bound below -5, or one of the three switches above off.
     """
+    op, raw = "chunk_kda", {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    dims = _check_raw(op, raw, cu_seqlens)
+    if initial_state is not None:
+        shape = "N HV V K" if state_v_first else "N HV K V"
+        check_tensor(op, "initial_state", initial_state, shape, wide_dtype(q), dims)
     _refuse_chunk_kda(
         {
             "use_qk_l2norm_in_kernel=False": not use_qk_l2norm_in_kernel,
@@ -80,31 +89,24 @@ def chunk_kda(
             "disable_recompute": disable_recompute,
             "return_intermediate_states": return_intermediate_states,
             "cp_context": cp_context is not None,
-            "lower_bound below -5": lower_bound is not None and lower_bound < -5,
             "a gradient": torch.is_grad_enabled()
-            and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state)),
+            and any(x is not None and x.requires_grad for x in (*raw.values(), initial_state)),
         }
     )
-    op = "chunk_kda"
-    require(q.ndim == 4, op, "q", "[B, T, H, K]", list(q.shape))
-    require(v.ndim == 4, op, "v", "[B, T, HV, V]", list(v.shape))
+    _check_gate(op, A_log, dt_bias, lower_bound, wide_dtype(q), dims)
     require(chunk_size in (32, 64), op, "chunk_size", "32 or 64", chunk_size)
     require(not safe_gate or lower_bound is not None, op, "lower_bound", "given", None)
     has_gate = A_log is not None or lower_bound is not None
     require(has_gate, op, "A_log", "given where there is no lower_bound", None)
-    (B, T), (HV, V), K = q.shape[:2], v.shape[2:], q.shape[3]
+    B, T, HV, V, K, N = (dims[letter] for letter in ("B", "T", "HV", "V", "K", "N"))
     if cu_seqlens is None:
         cu_seqlens = torch.arange(B + 1, dtype=INT, device=q.device) * T
-    else:
-        require(B == 1, op, "q", "one row with cu_seqlens, [1, T, H, K]", list(q.shape))
-    N = cu_seqlens.shape[0] - 1
     require(max_num_seqs in (None, N), op, "max_num_seqs", f"N={N} of cu_seqlens", max_num_seqs)
 
     wide = wide_dtype(q)
     if initial_state is None:
         pool = v.new_empty((N if output_final_state else 0, HV, V, K), dtype=wide)
     else:
-        _check_initial(initial_state, (N, HV, V, K) if state_v_first else (N, HV, K, V), wide)
         pool = initial_state if state_v_first else initial_state.mT
         pool = pool.clone(memory_format=torch.contiguous_format)
     slots = torch.arange(N, dtype=INT, device=q.device)
@@ -137,10 +139,42 @@ def _refuse_chunk_kda(asked: dict[str, bool]) -> None:
         )
 
 
-def _check_initial(state: Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    is_right = state.shape == shape and state.dtype == dtype
-    expected, got = f"{list(shape)} {dtype}", f"{list(state.shape)} {state.dtype}"
-    require(is_right, "chunk_kda", "initial_state", expected, got)
+def _check_raw(op: str, raw: dict[str, Any], cu_seqlens: Any) -> dict[str, int]:
+    """Checks the inputs, q first, and returns what the letters are, N among them."""
+    dims: dict[str, int] = {}
+    q = raw["q"]
+    check_tensor(op, "q", q, "B T H K", FLOATS, dims)
+    if cu_seqlens is not None:
+        check_tensor(op, "cu_seqlens", cu_seqlens, "N+1", _INTS, dims)
+        require(dims["N+1"] > 0, op, "cu_seqlens", "[N+1] int32 or int64", "no entry")
+        require(q.shape[0] == 1, op, "q", "one row with cu_seqlens, [1, T, H, K]", list(q.shape))
+    shapes = {"k": "B T H K", "v": "B T HV V", "g": "B T HV K", "beta": "B T HV"}
+    for name, shape in shapes.items():
+        check_tensor(op, name, raw[name], shape, q.dtype, dims)
+    dims["N"] = dims["B"] if cu_seqlens is None else dims["N+1"] - 1
+    return dims
+
+
+def _check_gate(
+    op: str,
+    A_log: Any,
+    dt_bias: Any,
+    lower_bound: Any,
+    wide: torch.dtype,
+    dims: dict[str, int],
+) -> None:
+    if lower_bound is not None:
+        check_number(op, "lower_bound", lower_bound, "in [-5, 0) or None")
+        if lower_bound < -5:
+            raise NotImplementedError(
+                f"{op}: lower_bound below -5 is not built, got {lower_bound}; built is [-5, 0)"
+            )
+    if A_log is not None:
+        check_tensor(op, "A_log", A_log, "HV", wide, dims)
+    if dt_bias is not None:
+        dims["HV*K"] = dims["HV"] * dims["K"]
+        is_flat = isinstance(dt_bias, Tensor) and dt_bias.ndim == 1
+        check_tensor(op, "dt_bias", dt_bias, "HV*K" if is_flat else "HV K", wide, dims)
 
 
 def flash_kda_fwd(
@@ -170,9 +204,10 @@ def flash_kda_fwd(
         q, k, v, g: [B, T, H, K] bf16, raw.
         beta: [B, T, H] bf16 logits.
         out: [B, T, H, K], written; rows of no sequence are left as they are.
+        scale: Of q, finite: K ** -0.5 as a rule. None is refused.
         workspace: Not used: the op brings its own.
         A_log, dt_bias: [H] and [H, K] fp32.
-        lower_bound: In [-5, 0).
+        lower_bound: In [-5, 0). None is refused: there is no softplus gate here.
         initial_state: [N, H, K, K] bf16 or fp32, V first. None: zeros.
         final_state: Likewise, written. None: not wanted. May be initial_state itself.
         cu_seqlens: [N+1] int32 or int64.
@@ -185,25 +220,25 @@ def flash_kda_fwd(
     Raises:
         ValueError: as `kda_prefill`, states of several dtypes, or one checkpoint argument alone.
     """
-    op = "flash_kda_fwd"
-    require(q.ndim == 4, op, "q", "[B, T, H, K]", list(q.shape))
-    require(out.shape == v.shape and out.dtype == v.dtype, op, "out", "like v", list(out.shape))
+    op, raw = "flash_kda_fwd", {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    dims = _check_raw(op, raw, cu_seqlens)
+    check_tensor(op, "out", out, "B T HV V", q.dtype, dims)
+    check_tensor(op, "A_log", A_log, "HV", wide_dtype(q), dims)
+    check_tensor(op, "dt_bias", dt_bias, "HV K", wide_dtype(q), dims)
+    check_number(op, "lower_bound", lower_bound, "in [-5, 0)")
+    check_number(op, "scale", scale)
     together = (checkpoint_state is None) == (checkpoint_offsets is None)
     require(together, op, "checkpoint_state", "given with checkpoint_offsets", "one alone")
-    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    B, T, HV, V, K, N = (dims[letter] for letter in ("B", "T", "HV", "V", "K", "N"))
     is_packed = cu_seqlens is not None
     if cu_seqlens is None:
         cu_seqlens = torch.arange(B + 1, dtype=INT, device=q.device) * T
-    require(B == 1 or not is_packed, op, "q", "one row with cu_seqlens", list(q.shape))
-    N = cu_seqlens.shape[0] - 1
     states = {"initial_state": initial_state, "final_state": final_state}
     states["checkpoint_state"] = checkpoint_state
     _check_states(op, states, (N, HV, V, K))
     if checkpoint_offsets is not None:
-        has_kind = checkpoint_offsets.shape == (N,)
-        has_kind &= not is_packed or checkpoint_offsets.dtype == cu_seqlens.dtype
-        got = f"{list(checkpoint_offsets.shape)} {checkpoint_offsets.dtype}"
-        require(has_kind, op, "checkpoint_offsets", f"[N={N}] of cu_seqlens' dtype", got)
+        kind = cu_seqlens.dtype if is_packed else _INTS
+        check_tensor(op, "checkpoint_offsets", checkpoint_offsets, "N", kind, dims)
 
     # slots 0..N: initial, then final states; from N on: checkpoints
     slots = torch.arange(N, dtype=INT, device=q.device)
@@ -251,6 +286,7 @@ def _check_states(
     for name, state in states.items():
         if state is None:
             continue
+        require(isinstance(state, Tensor), op, name, "a Tensor", type(state).__name__)
         first = state.dtype if first is None else first
         is_right = state.shape == shape and state.dtype == first and state.is_floating_point()
         got = f"{list(state.shape)} {state.dtype}"

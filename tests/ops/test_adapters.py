@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -124,6 +125,49 @@ def test_chunk_kda_not_built(name: str, value: Any) -> None:
         call_chunk_kda(case, **{name: value})
 
 
+@pytest.mark.parametrize("adapter", ["chunk_kda", "flash_kda_fwd"])
+def test_adapters_in_a_graph(adapter: str, device: str) -> None:
+    def call(case: Case) -> Tensor:
+        is_fla = adapter == "chunk_kda"
+        return call_chunk_kda(case)[0] if is_fla else call_flash_kda(case)["out"]
+
+    case = bare_case([20, 37], device)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_same("o", compiled(case), call(case))
+
+
+def test_chunk_kda_bound_not_built() -> None:
+    """Its message speaks of the bound alone."""
+    message = r"^chunk_kda: lower_bound below -5 is not built, got -6.0; built is \[-5, 0\)$"
+    with pytest.raises(NotImplementedError, match=message):
+        call_chunk_kda(bare_case([20], "cpu"), lower_bound=-6.0)
+
+
+NO_TENSORS = {"None": None, "list": [1.0], "ndarray": np.zeros(3, np.float32)}
+RAW = ("q", "k", "v", "g", "beta")
+OPTIONAL = ("cu_seqlens", "initial_state")
+
+
+def no_tensors(needed: tuple[str, ...], optional: tuple[str, ...]) -> list[tuple[str, str]]:
+    cases = [(name, kind) for name in needed + optional for kind in NO_TENSORS]
+    return [(name, kind) for name, kind in cases if name in needed or kind != "None"]
+
+
+@pytest.mark.parametrize(("name", "kind"), no_tensors(RAW, (*OPTIONAL, "A_log", "dt_bias")))
+def test_chunk_kda_no_tensor(name: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"^chunk_kda: {name} must be a Tensor, got "):
+        call_chunk_kda(bare_case([20, 20], "cpu"), **{name: NO_TENSORS[kind]})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    no_tensors((*RAW, "A_log", "dt_bias", "out"), (*OPTIONAL, "final_state")),
+)
+def test_flash_kda_fwd_no_tensor(name: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"^flash_kda_fwd: {name} must be a Tensor, got "):
+        call_flash_kda(bare_case([20, 20], "cpu"), **{name: NO_TENSORS[kind]})
+
+
 def test_chunk_kda_refuses_gradients() -> None:
     case = bare_case([20], "cpu")
     case["q"].requires_grad_()
@@ -141,11 +185,20 @@ def test_chunk_kda_refuses_gradients() -> None:
         ({"lower_bound": 0.5}, r"lower_bound must be in \[-5, 0\)"),
         ({"max_num_seqs": 7}, "max_num_seqs must be N=2"),
         ({"chunk_size": 16}, "chunk_size must be 32 or 64"),
-        ({"initial_state": torch.zeros(2, 4, 8, 12)}, r"initial_state must be \[2, 4, 12, 8\]"),
+        (
+            {"initial_state": torch.zeros(2, 4, 8, 12)},
+            r"initial_state must be \[N=2, HV=4, V",
+        ),
         ({"initial_state": torch.zeros(2, 4, 12, 8).half()}, "initial_state must be .*float32"),
         ({"q": torch.zeros(40, 2, 8)}, r"q must be \[B, T, H, K\]"),
         ({"q": torch.zeros(2, 20, 2, 8)}, "q must be one row with cu_seqlens"),
-        ({"g": torch.zeros(1, 40, 4, 8).double()}, "g_raw must be"),
+        ({"g": torch.zeros(1, 40, 4, 8).double()}, "g must be"),
+        ({"cu_seqlens": torch.tensor([0.0, 20.5, 40.0])}, "cu_seqlens must be .* float32"),
+        ({"cu_seqlens": ints([])}, "cu_seqlens must be .*, got no entry"),
+        ({"lower_bound": "-6"}, r"lower_bound must be in \[-5, 0\) or None, got str"),
+        ({"A_log": torch.zeros(3)}, r"A_log must be \[HV=4\]"),
+        ({"dt_bias": torch.zeros(31)}, r"dt_bias must be \[HV\*K=32\]"),
+        ({"k": torch.zeros(40)}, r"k must be \[B=1, T=40, H=2, K=8\]"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -258,9 +311,12 @@ def test_flash_kda_fwd_without_states(device: str) -> None:
         ),
         ({"final_state": torch.zeros(2, 4, 12, 8).half()}, "final_state must be .* of one dtype"),
         ({"initial_state": torch.zeros(1, 4, 12, 8)}, "initial_state must be"),
-        ({"out": torch.zeros(1, 39, 4, 12)}, "out must be like v"),
+        ({"out": torch.zeros(1, 39, 4, 12)}, r"out must be \[B=1, T=40, HV=4, V=12\]"),
         ({"lower_bound": -5.5}, r"lower_bound must be in \[-5, 0\)"),
+        ({"lower_bound": None}, r"^flash_kda_fwd: lower_bound must be in \[-5, 0\), got None"),
+        ({"scale": None}, "^flash_kda_fwd: scale must be a finite number, got None"),
         ({"q": torch.zeros(2, 20, 2, 8)}, "q must be one row with cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([0.0, 20.5, 40.0])}, "cu_seqlens must be .* float32"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
