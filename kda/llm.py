@@ -157,7 +157,12 @@ class LLM:
             return prompt
         if self.tokenizer is None:
             raise ValueError(f"prompt {index} is a text, but {self._no_tokenizer}")
-        return self.tokenizer.encode(prompt)
+        if not prompt:
+            raise ValueError(f"prompt {index}: the text must not be empty")
+        try:
+            return self.tokenizer.encode(prompt)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
 
     def _default_tokenizer(self, folder: Path | None) -> Tokenizer | None:
         if folder is None:

@@ -106,8 +106,8 @@ def test_generate_interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("prompts", "sampling", "message"),
     [
-        ("", None, "prompt 0: .*must not be empty"),
-        (["fine", ""], None, "prompt 1: .*must not be empty"),
+        ("", None, "^prompt 0: the text must not be empty$"),
+        (["fine", ""], None, "^prompt 1: the text must not be empty$"),
         ([], None, "prompts must not be empty"),
         ([[1], []], None, "prompt 1: .*must not be empty"),
         (["x" * 40000], None, "prompt 0: .*has 40,000 tokens, but the model holds 32,768"),
@@ -116,7 +116,8 @@ def test_generate_interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch):
         (["a", 1], None, "prompt 0: .*flat sequence of integers"),
         (7, None, "prompts must be a text, token ids, or a list of these, got int"),
         ({"a": 1}, None, "prompts must be .*, got dict"),
-        ("\ud800", None, "not valid Unicode"),
+        ("\ud800", None, "^prompt 0: .*not valid Unicode"),
+        (["fine", "\ud800", "fine"], None, "^prompt 1: .*not valid Unicode"),
         (
             "a",
             {"max_tokens": 3},
