@@ -1,0 +1,122 @@
+"""What the programs of this folder accept: counts with bounds, names, files of results."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NoReturn
+
+# far above what any preset has or takes
+MAX_LAYERS, MAX_TOKENS, MAX_ROUNDS = 128, 10_000_000, 1_000_000
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors take a line: --help has the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def check_count(name: str, value: int, least: int, most: int) -> None:
+    """Raises ValueError, with the name, for what is out of range."""
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least:,} to {most:,}, got {value}")
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """Type of an option: an integer in a range."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+            check_count("it", value, least, most)
+        except ValueError:
+            expected = f"an integer from {least:,} to {most:,}"
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+        return value
+
+    return parse
+
+
+def integers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
+    """Type of an option: at least one integer in a range, comma between."""
+    one = integer(least, most)
+    return lambda text: tuple(one(part.strip()) for part in text.split(","))
+
+
+def positive(most: float) -> Callable[[str], float]:
+    """Type of an option: a number above 0."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value <= most:  # so is NaN refused
+            raise argparse.ArgumentTypeError(
+                f"expected a number above 0, {most:,} at most, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def names(allowed: Collection[str]) -> Callable[[str], list[str]]:
+    """Type of an option: some of these names, comma between, or none of them."""
+
+    def parse(text: str) -> list[str]:
+        given = split(text)
+        if unknown := sorted(set(given) - set(allowed)):
+            raise argparse.ArgumentTypeError(f"{unknown} are none of {', '.join(allowed)}")
+        return given
+
+    return parse
+
+
+def split(text: str) -> list[str]:
+    """The parts between commas, but for empty ones."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def read_results(path: Path, shape: Any, *, option: str, what: str) -> dict[str, Any]:
+    """The JSON of a bench.
+
+    Args:
+        shape: what it must be like. A dict: at least these keys, and their values like these.
+            A list of one: a list, each like it; a tuple of one: a list that isn't empty. Else a
+            type, or a union of types.
+        what: names it in errors.
+
+    Raises:
+        ValueError: it can't be read, is no JSON, or is of something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{option}: {path} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{option}: {path} is not JSON: {error}") from None
+    if (misfit := _misfit(found, shape)) is not None:
+        raise ValueError(f"{option}: {path} is not {what}: {misfit}")
+    return found
+
+
+def _misfit(value: Any, shape: Any, at: str = "") -> str | None:
+    """The first place where a value is unlike its shape."""
+    parts: list[tuple[Any, Any, str]] = []
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return f"{at or 'the whole'} is no object"
+        for key, part in shape.items():
+            place = f"{at}.{key}" if at else key
+            if key not in value:
+                return f"it has no {place}"
+            parts.append((value[key], part, place))
+    elif isinstance(shape, list | tuple):
+        if not isinstance(value, list) or (isinstance(shape, tuple) and not value):
+            return f"{at or 'the whole'} is no list of anything"
+        parts = [(item, shape[0], f"{at}[{i}]") for i, item in enumerate(value)]
+    elif not isinstance(value, shape):
+        return f"{at} is {json.dumps(value)[:40]}"
+    return next((found for part in parts if (found := _misfit(*part)) is not None), None)

@@ -1,0 +1,84 @@
+"""Options of the programs in profiles: what is refused says what was expected and what came."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch_kda.profiles.options import Parser, integers, names, positive, read_results
+
+SHAPE = {"meta": {"gpu": str | None}, "rows": ({"us": float | int, "lens": [int]},)}
+GOOD = {"meta": {"gpu": None}, "rows": [{"us": 1, "lens": []}, {"us": 1.5, "lens": [3]}]}
+
+
+def parser() -> Parser:
+    made = Parser(prog="bench")
+    made.add_argument("--counts", type=integers(0, 1_000))
+    made.add_argument("--names", type=names(("a", "b")))
+    made.add_argument("--minutes", type=positive(10))
+    return made
+
+
+def test_what_is_taken() -> None:
+    found = parser().parse_args(["--counts", "0, 1000", "--names", "b,a,", "--minutes", "0.5"])
+    assert (found.counts, found.names, found.minutes) == ((0, 1000), ["b", "a"], 0.5)
+    assert parser().parse_args(["--names", ""]).names == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("counts", "1,1001", "expected an integer from 0 to 1,000, got '1001'"),
+        ("counts", "-1", "expected an integer from 0 to 1,000, got '-1'"),
+        ("counts", "1,", "expected an integer from 0 to 1,000, got ''"),
+        ("names", "a,c", "['c'] are none of a, b"),
+        ("minutes", "11", "expected a number above 0, 10 at most, got '11'"),
+    ],
+)
+def test_what_is_refused(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parser().parse_args([f"--{option}={value}"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"bench: argument --{option}: {message}\n"
+
+
+def read(path: Path, content: Any) -> Any:
+    path.write_text(json.dumps(content))
+    return read_results(path, SHAPE, option="--render", what="a result")
+
+
+def test_read_results(tmp_path: Path) -> None:
+    assert read(tmp_path / "a.json", GOOD) == GOOD
+    more = {**GOOD, "new": 1}
+    assert read(tmp_path / "a.json", more) == more
+
+
+@pytest.mark.parametrize(
+    ("content", "misfit"),
+    [
+        ({}, "it has no meta"),
+        ([], "the whole is no object"),
+        ({**GOOD, "meta": {}}, "it has no meta.gpu"),
+        ({**GOOD, "meta": {"gpu": 3}}, "meta.gpu is 3"),
+        ({**GOOD, "rows": []}, "rows is no list of anything"),
+        ({**GOOD, "rows": {}}, "rows is no list of anything"),
+        ({**GOOD, "rows": [*GOOD["rows"], {"lens": []}]}, "it has no rows[2].us"),
+        ({**GOOD, "rows": [{"us": 1, "lens": ["x"]}]}, 'rows[0].lens[0] is "x"'),
+    ],
+)
+def test_read_results_of_another(tmp_path: Path, content: Any, misfit: str) -> None:
+    path = tmp_path / "a.json"
+    with pytest.raises(ValueError) as error:
+        read(path, content)
+    assert str(error.value) == f"--render: {path} is not a result: {misfit}"
+
+
+def test_read_results_of_no_file(tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "none", "can't be read: No such file"), (tmp_path, "Is a dir")):
+        with pytest.raises(ValueError, match=why):
+            read_results(path, SHAPE, option="--render", what="a result")
+    (tmp_path / "picture").write_bytes(b"\x89PNG")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_results(tmp_path / "picture", SHAPE, option="--render", what="a result")
