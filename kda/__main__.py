@@ -1,7 +1,6 @@
 """The command line: `torch-kda`, or `python -m torch_kda.kda`."""
 
 import json
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from .command import check_picture, clear_errors
 
 if TYPE_CHECKING:
     from .demo import DemoResult
@@ -59,9 +60,9 @@ def demo(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")
     ] = False,
-    picture: Annotated[Path, typer.Option(help="Where the timeline of forwards is drawn.")] = Path(
-        "torch-kda-demo.png"
-    ),
+    picture: Annotated[
+        Path, typer.Option(help="Where the timeline is drawn: .png, .svg, .pdf or .jpg.")
+    ] = Path("torch-kda-demo.png"),
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
@@ -69,9 +70,9 @@ def demo(
 
     Exits with 1 if greedy tokens with and without the cache differ, or a promise is not kept.
     """
-    with _clear_errors():
+    with clear_errors():
         from .demo import NUM_STAGES, repository_text, run_demo
-        from .timeline import can_draw, check_picture
+        from .timeline import can_draw
 
         if can_draw():
             check_picture(picture)
@@ -105,7 +106,7 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Go on from a prompt. Presets have random weights: their text means nothing."""
-    with _clear_errors():
+    with clear_errors():
         from .build import describe
         from .llm import LLM, SamplingParams
 
@@ -130,7 +131,7 @@ def generate(
 @bench.command("ops", add_help_option=False, context_settings=PASS_ON)
 def bench_ops(context: typer.Context) -> None:
     """KDA prefill against its peers, correctness before time; --help lists its options."""
-    with _clear_errors():
+    with clear_errors():
         from ..profiles.bench_ops import main as run
 
         run(context.args)
@@ -139,7 +140,7 @@ def bench_ops(context: typer.Context) -> None:
 @bench.command("simulate", add_help_option=False, context_settings=PASS_ON)
 def bench_simulate(context: typer.Context) -> None:
     """Forwards and cached tokens of a workload, without a model or a GPU; --help for more."""
-    with _clear_errors():
+    with clear_errors():
         from ..profiles.simulate import main as run
 
         run(context.args)
@@ -148,7 +149,7 @@ def bench_simulate(context: typer.Context) -> None:
 @bench.command("model", add_help_option=False, context_settings=PASS_ON)
 def bench_model(context: typer.Context) -> None:
     """Single pass against two, prefill, decode, compilation; --help lists its options."""
-    with _clear_errors():
+    with clear_errors():
         from ..profiles.bench_model import main as run
 
         run(context.args)
@@ -157,7 +158,7 @@ def bench_model(context: typer.Context) -> None:
 @app.command(add_help_option=False, context_settings=PASS_ON)
 def profile(context: typer.Context) -> None:
     """Trace single-pass and two-pass prefill of a prompt; --help lists the options."""
-    with _clear_errors():
+    with clear_errors():
         from ..profiles.trace import main as run
 
         run(context.args)
@@ -166,21 +167,6 @@ def profile(context: typer.Context) -> None:
 def main() -> None:
     """Entry point of the `torch-kda` script."""
     app()
-
-
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    """An error ends in one line: code 2 if the caller is at fault, code 1 if the machine is.
-
-    The trace is logged at level DEBUG.
-    """
-    try:
-        yield
-    except (ValueError, OSError, RuntimeError) as error:
-        logging.getLogger("torch_kda").debug("trace", exc_info=True)
-        _say(f"torch-kda: {error}")
-        is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-        raise typer.Exit(1 if is_machine else 2) from None
 
 
 @contextmanager

@@ -35,23 +35,10 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def check_picture(path: Path) -> None:
-    """Whether a picture can be written there, asked before the work that it shows is done.
-
-    Raises:
-        ValueError: it can't, and why.
-    """
-    is_new = not path.exists()
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise ValueError(f"--picture: {path} can't be written: {error.strerror}") from None
-    if is_new:
-        path.unlink()
-
-
 def draw_timeline(path: str | Path, panels: Mapping[str, Sequence[Lane]]) -> None:
-    """Write a PNG: a panel for each request, a lane for each way of running it.
+    """Write a picture: a panel for each request, a lane for each way of running it.
+
+    Its format is what its name ends with.
 
     Raises:
         OSError: the file cannot be written.
@@ -76,7 +63,7 @@ def draw_timeline(path: str | Path, panels: Mapping[str, Sequence[Lane]]) -> Non
     ]
     figure.legend(handles=legend, loc="upper center", ncols=len(legend), frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
-    figure.savefig(path, format="png")
+    figure.savefig(path)
 
 
 def _draw_panel(axis, title: str, lanes: Sequence[Lane]) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kda.command import clear_errors, make_folder
 from .around_cells import CELLS, OPS, POOLS, Cell, Inputs
+from .options import MAX_ROUNDS, Parser, integer
 from .provenance import origin
 from .timing import (
     copy_bytes_per_second,
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     device = require_cuda("bench_around")
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     speed, rate = copy_bytes_per_second(device), matmul_flops_per_second(device)
     command = ["python", "-m", "torch_kda.profiles.bench_around", *arguments]
     meta = {
@@ -58,13 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bench_around", description="Time the ops around prefill on one GPU."
-    )
+    parser = Parser(prog="bench_around", description="Time the ops around prefill on one GPU.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--commit", help="what is measured (default: git's HEAD)")
     parser.add_argument("--op", nargs="+", choices=list(OPS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=20, help="graph replays a number")
+    parser.add_argument(
+        "--rounds", type=integer(1, MAX_ROUNDS), default=20, help="graph replays a number"
+    )
     return parser.parse_args(arguments)
 
 
@@ -184,4 +186,5 @@ def _table_row(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from ..kda.command import clear_errors, make_folder
 from ..kda.demo import DemoResult, repository_text, run_demo
 from ..ops import kda as ops
 from ..ops.reference import kda_prefill_ref
+from .options import MAX_TOKENS, Parser, integer
 from .provenance import origin
 
 NUM_TOKENS = 4000
@@ -26,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exits with 1 if a run breaks one of the demo's promises."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
+    make_folder(options.out)
     device = torch.device(options.device)
     results = {"kernel": run(options)}
     with torch_prefill():
@@ -35,7 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cuda":
         data["meta"] |= origin(device, options.commit, command)
     data |= {name: result.as_json() for name, result in results.items()}
-    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "demo.json").write_text(json.dumps(data, indent=1) + "\n")
     (options.out / "demo.md").write_text(markdown(data))
     print(markdown(data))
@@ -45,11 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench_demo", description=__doc__)
+    parser = Parser(prog="bench_demo", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--commit", help="what is measured (default: git's HEAD)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="of the prompt")
+    parser.add_argument(
+        "--tokens", type=integer(1, MAX_TOKENS), default=NUM_TOKENS, help="of the prompt"
+    )
     return parser.parse_args(arguments)
 
 
@@ -97,4 +101,5 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

@@ -16,9 +16,13 @@ from typing import Any
 
 import torch
 
+from ..kda.command import clear_errors, make_folder
 from . import peer_fla
-from .model_report import merge
+from .model_report import merge, read
 from .model_stages import STAGES, Bench, Sizes, write
+from .options import MAX_LAYERS, Parser, integer, integers, names, positive, read_results
+
+MAX_STREAMS, MAX_MINUTES = 256, 1440
 
 log = logging.getLogger("torch_kda.profiles.bench_model")
 
@@ -65,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     if options.render is not None:
-        write(merge([json.loads(path.read_text()) for path in options.render]), options.out)
+        write(merge([read(path) for path in options.render]), options.out)
         return
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     peer = run_peer(options)
     bench = Bench(options, arguments)
     bench.data["meta"]["peer"] = peer
@@ -76,49 +80,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Checked options; a wrong one ends the program with what is right."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torch-kda bench model", description="Time the whole model, random weights."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--commit", help="what is measured (default: git's HEAD)")
-    parser.add_argument("--model", default="kimi-linear-48b-a3b", help="a preset")
-    parser.add_argument("--layers", type=int, help="of the stack (default: all)")
+    parser.add_argument(
+        "--model", help="a preset (default: Kimi-Linear; tiny with --quick on a CPU)"
+    )
+    parser.add_argument("--layers", type=integer(1, MAX_LAYERS), help="of the stack (default: all)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, for a look or a test")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--stages", help=f"of {','.join(STAGES)} (default: all)")
-    parser.add_argument("--streams", help="for the workload, comma between (default: 1,4,16)")
-    parser.add_argument("--minutes", type=float, default=8, help="no stage starts after these")
+    parser.add_argument(
+        "--stages", type=names(STAGES), help=f"of {','.join(STAGES)} (default: all)"
+    )
+    parser.add_argument(
+        "--streams",
+        type=integers(1, MAX_STREAMS),
+        help="for the workload, comma between (default: 1,4,16)",
+    )
+    parser.add_argument(
+        "--minutes", type=positive(MAX_MINUTES), default=8, help="no stage starts after these"
+    )
     parser.add_argument("--compile-cache", type=Path, help="folder of kept compilations")
     parser.add_argument("--no-compile", action="store_true", help="eager, for a look or a test")
     parser.add_argument("--no-peer", action="store_true", help="do not run transformers with FLA")
     parser.add_argument("--peer", type=Path, help="JSON of a run of the peer")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
     parser.add_argument(
         "--render", type=Path, nargs="+", metavar="JSON", help="only write one report of these"
     )
     options = parser.parse_args(arguments)
     options.sizes = QUICK if options.quick else FULL
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        options.stages = _split(options.stages) or list(STAGES)
-        if unknown := set(options.stages) - set(STAGES):
-            raise ValueError(f"--stages: {sorted(unknown)} are none of {', '.join(STAGES)}")
-        streams = tuple(int(part) for part in _split(options.streams))
-        if streams:
-            options.sizes = replace(options.sizes, streams=streams)
-    except ValueError as error:
-        parser.error(str(error))
+    options.stages = options.stages or list(STAGES)
+    if options.streams:
+        options.sizes = replace(options.sizes, streams=options.streams)
+    is_small = options.quick and options.device == "cpu"
+    options.model = options.model or ("tiny" if is_small else "kimi-linear-48b-a3b")
     if options.device == "cpu" and not options.quick and options.render is None:
-        parser.error(
-            "torch finds no CUDA device; --quick --model tiny shows on a CPU what the bench does"
-        )
+        parser.error("torch finds no CUDA device; --quick shows on a CPU what the bench does")
     return options
 
 
 def run_peer(options: argparse.Namespace) -> dict[str, Any] | None:
     """What the peer takes, measured in its own process before ours needs the memory."""
     if options.peer is not None:
-        return json.loads(options.peer.read_text())
+        return read_results(options.peer, peer_fla.SHAPE, option="--peer", what="a run of the peer")
     if options.no_peer or not peer_fla.is_there():
         return None
     sizes, path = options.sizes, options.out / "peer.json"
@@ -135,9 +143,6 @@ def run_peer(options: argparse.Namespace) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _split(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

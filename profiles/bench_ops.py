@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..cute_kernels import jit, kda_prefill, objects
+from ..kda.command import clear_errors, make_folder
 from . import kda_stages
 from .kda_cells import (
     CELLS,
@@ -34,6 +35,7 @@ from .kda_cells import (
 )
 from .kda_peers import PEERS, Peer, find_peers
 from .kda_report import merge, write_report
+from .options import MAX_ROUNDS, Parser, integer, integers, names, split
 from .provenance import origin
 from .timing import (
     Timing,
@@ -47,6 +49,7 @@ from .timing import (
 # of relative RMS errors of output and states: beyond them no time is reported
 LIMITS = {"torch_kda": (5e-3, 4e-3)} | dict.fromkeys(PEERS, (3e-2, 3e-2))
 NAMES = ("torch_kda", *PEERS)
+MAX_CHECKPOINTS = 2048  # of a sequence: the longest has no more multiples of 16
 MEMORY_SHARE = (
     0.25  # of free memory, for inputs; outputs and workspaces of all variants come on top
 )
@@ -61,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(file)
         return
     device = require_cuda("torch-kda bench ops")
+    make_folder(options.out)
     kda_prefill.prepare(device)
-    options.out.mkdir(parents=True, exist_ok=True)
     speed = copy_bytes_per_second(device)
     meta = metadata(device, speed, options.commit, arguments)
     print(f"{meta['gpu']}, copy {speed / 1e12:.2f} TB/s, torch {meta['torch']}", flush=True)
@@ -85,16 +88,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Checked options; a wrong one ends the program with what is right."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torch-kda bench ops", description="Time KDA prefill against its peers on one GPU."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--commit", help="what is measured (default: git's HEAD)")
     parser.add_argument("--cells", help='names or patterns, comma between: "H12-*,H96-mixed"')
-    parser.add_argument("--gates", help=f"of {','.join(GATES)} (default: all)")
-    parser.add_argument("--checkpoints", help="a sequence, comma between (default: 0,1,16)")
-    parser.add_argument("--peers", help=f"of {','.join(PEERS)} (default: those found; '' for none)")
-    parser.add_argument("--rounds", type=int, default=30, help="graph replays a number")
+    parser.add_argument("--gates", type=names(GATES), help=f"of {','.join(GATES)} (default: all)")
+    parser.add_argument(
+        "--checkpoints",
+        type=integers(0, MAX_CHECKPOINTS),
+        help="a sequence, comma between (default: 0,1,16)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=names(PEERS),
+        help=f"of {','.join(PEERS)} (default: those found; '' for none)",
+    )
+    parser.add_argument(
+        "--rounds", type=integer(1, MAX_ROUNDS), default=30, help="graph replays a number"
+    )
     parser.add_argument("--quick", action="store_true", help="few cells, slow gates, 1 checkpoint")
     parser.add_argument("--stages", action="store_true", help="prepare and scan by themselves")
     parser.add_argument(
@@ -102,26 +115,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     quick = options.quick
+    wanted = split(options.cells or "") or (QUICK if quick else [cell.name for cell in CELLS])
     try:
-        names = _split(options.cells) or (list(QUICK) if quick else [cell.name for cell in CELLS])
-        options.cells = select_cells(names)
-        options.gates = _split(options.gates) or (["slow"] if quick else list(GATES))
-        if unknown := set(options.gates) - set(GATES):
-            raise ValueError(f"--gates: {sorted(unknown)} are none of {', '.join(GATES)}")
-        counts = _split(options.checkpoints) or (["1"] if quick else [str(c) for c in CHECKPOINTS])
-        if not all(count.isdigit() for count in counts):
-            raise ValueError(f"--checkpoints: counts >= 0, got {options.checkpoints!r}")
-        options.checkpoints = sorted({int(count) for count in counts})
-        options.peers = None if options.peers is None else _split(options.peers)
-        if options.rounds < 1:
-            raise ValueError(f"--rounds: at least 1, got {options.rounds}")
+        options.cells = select_cells(wanted)
     except ValueError as error:
         parser.error(str(error))
+    options.gates = options.gates or (["slow"] if quick else list(GATES))
+    options.checkpoints = sorted({*(options.checkpoints or ([1] if quick else CHECKPOINTS))})
     return options
-
-
-def _split(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,4 +276,5 @@ def _print_row(cell: Cell, row: dict[str, Any], timings: dict[str, Timing]) -> N
 
 
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

@@ -7,13 +7,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..kda.command import make_folder
 from .kda_cells import Cell
+from .options import read_results
 
 PEERS = ("vllm", "fla", "cudnn")
 COLORS = {"torch_kda": "#0b6e4f", "vllm": "#d08c2f", "fla": "#6b7a8f", "cudnn": "#8f5b8a"}
 STATE_BYTES = 4 * 128 * 128
 
 Row = dict[str, Any]
+
+_BY_NAME = {name: float | int | None for name in ("torch_kda", *PEERS)}
+SHAPE = {
+    "meta": {
+        **{key: str for key in ("gpu", "torch", "command")},
+        **{key: str | None for key in ("driver", "commit")},
+        "copy_tb_s": float | int,
+    },
+    "rows": (
+        {
+            "heads": int,
+            "lens": (int,),
+            "gates": str,
+            "checkpoints": int,
+            "floor_us": float | int,
+            **{key: _BY_NAME for key in ("us", "eager_us", "err_out", "err_state")},
+            "err_tokens": int,
+        },
+    ),
+}
 
 
 def merge(sources: Sequence[Path], out: Path) -> Path:
@@ -24,7 +46,7 @@ def merge(sources: Sequence[Path], out: Path) -> Path:
             if part["meta"][key] != parts[0]["meta"][key]:
                 raise ValueError(f"--render: {source} and {sources[0]} differ in {key}")
     meta = parts[0]["meta"] | {"command": "; ".join(part["meta"]["command"] for part in parts)}
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     merged = out / "kda_prefill.json"
     rows = [row for part in parts for row in part["rows"]]
     merged.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
@@ -32,19 +54,14 @@ def merge(sources: Sequence[Path], out: Path) -> Path:
 
 
 def _read(source: Path) -> dict[str, Any]:
-    try:
-        part = json.loads(source.read_text())
-    except ValueError as error:
-        raise ValueError(f"--render: {source} is not JSON: {error}") from None
-    if not (isinstance(part, dict) and {"meta", "rows"} <= part.keys()):
-        raise ValueError(f"--render: {source} is not a kda_prefill.json of torch-kda bench ops")
-    return part
+    what = "a kda_prefill.json of torch-kda bench ops"
+    return read_results(source, SHAPE, option="--render", what=what)
 
 
 def write_report(source: Path, out: Path) -> list[Path]:
     """kda_prefill.md and, where matplotlib is, kda_prefill.png; returns what was written."""
     data = json.loads(source.read_text())
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     table = out / "kda_prefill.md"
     table.write_text(markdown(data))
     picture = out / "kda_prefill.png"
@@ -62,9 +79,9 @@ def markdown(data: dict[str, Any]) -> str:
         "\n".join(f"- {key}: {value}" for key, value in meta.items()),
         "Whole op from raw inputs (gate, norms, beta, states in and out), us a call: medians "
         "of CUDA-graph replays over rotating inputs, variants in turns. Floor: inputs, output, "
-        "states and checkpoints moved once at the speed of a copy. Eager: wall clock of a call in a "
-        "row of eager ones, so the host's time where that is longer. Errors: relative RMS against "
-        "float64, first and last head, all tokens of the cell.",
+        "states and checkpoints moved once at the speed of a copy. Eager: wall clock of a call in "
+        "a row of eager ones, so the host's time where that is longer. Errors: relative RMS "
+        "against float64, first and last head, all tokens of the cell.",
     ]
     for gates in dict.fromkeys(row["gates"] for row in rows):
         here = [row for row in rows if row["gates"] == gates]

@@ -1,7 +1,42 @@
 """The page of the model bench, written from its JSON."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from .options import read_results
+
+_NUMBER, _MAYBE = float | int, float | int | None
+SHAPE = {
+    "meta": {
+        **{key: str | None for key in ("gpu", "torch", "commit", "command")},
+        **{"model": str, "layers": int, "ttft_detail": dict},
+    },
+    "ttft": [
+        {
+            **{"workload": str, "concurrency": int, "eager_fla_ms": _MAYBE},
+            **{f"{way}_pass_ms": _NUMBER for way in ("single", "two")},
+            **{f"{way}_forwards": _NUMBER for way in ("single", "two")},
+        }
+    ],
+    "prefill": [{"tokens": int, "ms": _NUMBER, "matmul_share": _MAYBE}],
+    "decode": [
+        {
+            **{"batch": int, "step_us": _NUMBER},
+            **{key: _MAYBE for key in ("floor_us", "host_us", "kda_us", "kda_floor_us")},
+            "eager_fla_step_us": _MAYBE,
+        }
+    ],
+    "compile": dict.fromkeys(("graph_breaks", "recompiles", "cold_s", "warm_s"), _MAYBE),
+    "idle_share": _MAYBE,
+    "greedy_equal_share": _MAYBE,
+}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The model.json of a run. Raises ValueError for another file."""
+    what = "a model.json of torch-kda bench model"
+    return read_results(path, SHAPE, option="--render", what=what)
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

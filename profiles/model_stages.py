@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..kda.build import build_engine, describe, load_model
+from ..kda.command import make_folder
 from ..kda.compilation import num_compilations, num_graph_breaks
 from ..kda.config import EngineConfig
 from ..kda.engine import Engine
@@ -439,7 +440,7 @@ class Bench:
 
 def write(data: dict[str, Any], out: Path) -> None:
     """model.json and its page."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     (out / "model.json").write_text(json.dumps(data, indent=1) + "\n")
     (out / "model.md").write_text(markdown(data))
 

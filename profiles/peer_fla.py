@@ -4,7 +4,6 @@ Runs in a process of its own, because transformers takes FLA's functions when it
 `python -m torch_kda.profiles.peer_fla --out peer.json`. FLA is never a dependency of ours.
 """
 
-import argparse
 import importlib.util
 import json
 import logging
@@ -18,12 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from ..kda.build import load_model
+from ..kda.command import check_file, clear_errors
 from ..kda.config import EngineConfig
 from ..kda.hf_config import write_hf_config
 from ..kda.layers import GatedMLP
 from ..kda.mixers import AttentionMixer, KDAMixer
 from ..kda.model import Block, KDAForCausalLM
 from ..kda.presets import model_preset
+from .options import MAX_LAYERS, MAX_TOKENS, Parser, integer, integers
+
+SHAPE = {"prefill_ms": dict, "decode_us": dict}  # of its JSON, by size; versions beside them
 
 log = logging.getLogger("torch_kda.profiles.peer_fla")
 
@@ -203,16 +206,26 @@ def _wait() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; writes one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m torch_kda.profiles.peer_fla")
+    parser = Parser(prog="python -m torch_kda.profiles.peer_fla")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
     parser.add_argument("--model", default="kimi-linear-48b-a3b", help="a preset")
-    parser.add_argument("--layers", type=int, help="of the stack (default: all)")
-    parser.add_argument("--prefill", default="1024,8000,16384", help="tokens, comma between")
-    parser.add_argument("--decode", default="1,4,16,64", help="batches, comma between")
-    parser.add_argument("--context", type=int, default=1024, help="tokens before a decode step")
+    parser.add_argument("--layers", type=integer(1, MAX_LAYERS), help="of the stack (default: all)")
+    parser.add_argument(
+        "--prefill",
+        type=integers(1, MAX_TOKENS),
+        default="1024,8000,16384",
+        help="tokens, comma between",
+    )
+    parser.add_argument(
+        "--decode", type=integers(1, MAX_TOKENS), default="1,4,16,64", help="batches, comma between"
+    )
+    parser.add_argument(
+        "--context", type=integer(1, MAX_TOKENS), default=1024, help="tokens before a decode step"
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
     options = parser.parse_args(arguments)
+    check_file(options.out)
     overrides = {} if options.layers is None else {"num_hidden_layers": options.layers}
     config = EngineConfig(device=options.device, seed=options.seed)
     model_config = config.resolve(model_preset(options.model, **overrides))
@@ -224,8 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     measure(
         peer,
-        prefill_tokens=_sizes(options.prefill),
-        decode_batches=_sizes(options.decode),
+        prefill_tokens=options.prefill,
+        decode_batches=options.decode,
         context=options.context,
         # whoever ends it early still has what was measured
         save=lambda found: _write(options.out, {**versions, **found}),
@@ -237,9 +250,6 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _sizes(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part.strip()]
-
-
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..cache.prefix_cache import PrefixCache
-from ..kda.timeline import check_picture
+from ..kda.command import check_picture, clear_errors
 from ..scheduler.request import Request, SamplingParams
 from ..scheduler.scheduler import Scheduler
+from .options import MAX_TOKENS, Parser, check_count
 from .simulate_report import LOST, TWO_PASSES, can_draw, draw, print_table, write_report
 
 DESCRIPTIONS = {
@@ -53,6 +54,19 @@ FLAGS = {
     "draft_layer": "with draft-layer KV",
     "json": "one JSON object on stdout, no plot",
 }
+# least and most; together they take a gigabyte at worst
+LIMITS = {
+    "rounds": (1, 10_000),
+    "start": (1, MAX_TOKENS),
+    "step": (0, MAX_TOKENS),
+    "streams": (1, 1_000),
+    "outputs": (1, MAX_TOKENS),
+    "unit": (1, MAX_TOKENS),
+    "kv_block": (1, MAX_TOKENS),
+    "budget": (1, MAX_TOKENS),
+    "slots": (1, 1_000_000),
+    "kv_tokens": (0, MAX_TOKENS),
+}
 VOCABULARY = 163_840
 ALIGNMENT = 16  # of the kernel's exports, in tokens
 PICTURE = Path("torch-kda-simulate.png")
@@ -77,18 +91,18 @@ class Workload:
     has_draft_layer: bool = False  # with KV that depends on the next token
 
     def __post_init__(self) -> None:
-        for field, least in (
-            *(("rounds", 1), ("start", 1), ("step", 0), ("streams", 1), ("outputs", 1)),
-            *(("unit", 1), ("kv_block", 1), ("budget", 1), ("slots", 1), ("kv_tokens", 0)),
-        ):
-            if getattr(self, field) < least:
-                got = getattr(self, field)
-                raise ValueError(f"simulate: {_option(field)} must be >= {least}, got {got}")
+        for field, (least, most) in LIMITS.items():
+            check_count(f"simulate: {_option(field)}", getattr(self, field), least, most)
         if self.unit % ALIGNMENT:
             raise ValueError(f"simulate: --unit must be a multiple of {ALIGNMENT}, got {self.unit}")
         if self.unit % self.kv_block:
             raise ValueError(
                 f"simulate: --kv-block must divide --unit {self.unit}, got {self.kv_block}"
+            )
+        if self.sent_tokens > MAX_TOKENS:
+            raise ValueError(
+                "simulate: --streams, --rounds, --start, --step, --outputs, --unit must together "
+                f"take <= {MAX_TOKENS:,} tokens of KV, got {self.sent_tokens:,}"
             )
 
     @property
@@ -286,7 +300,7 @@ def _report(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torch-kda bench simulate",
         description="Forwards, cached and computed tokens of a workload on the real scheduler and "
         "cache, without a model.",
@@ -307,4 +321,5 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

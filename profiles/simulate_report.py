@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..kda.command import make_folder
 from ..kda.timeline import can_draw
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def write_report(
     Args:
         origin: command, commit and date, for the page.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     pairs = [
         (simulate(workload), simulate(replace(workload, has_exports=False)))
         for workload in published()

@@ -23,12 +23,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..kda.build import build_engine, load_model
+from ..kda.command import clear_errors, make_folder
 from ..kda.config import EngineConfig
 from ..kda.mixers import KDAMixer
 from ..kda.model import Block, KDAForCausalLM
 from ..kda.presets import model_preset
 from ..kda.runner import LaunchedStep, ModelRunner, StepResult
 from ..scheduler.batch import ScheduledBatch
+from .options import MAX_LAYERS, MAX_TOKENS, Parser, integer
 from .workloads import Client, StandIn
 
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -316,15 +318,19 @@ def kernel_rows(events: Sequence[Event]) -> list[tuple[str, str, int, float, flo
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Checked options; a wrong one ends the program with what is right."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torch-kda profile", description="Trace single-pass and two-pass prefill of a prompt."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for traces and report")
     parser.add_argument("--commit", help="what is traced (default: git's HEAD)")
     parser.add_argument("--model", help="a preset (default: tiny on a CPU, else Kimi-Linear)")
-    parser.add_argument("--layers", type=int, help="of the stack (default: all)")
-    parser.add_argument("--tokens", type=int, help="of the prompt (default: 8000; 500 on a CPU)")
-    parser.add_argument("--unit", type=int, help="prefix_match_unit (default: 1536; 96 on a CPU)")
+    parser.add_argument("--layers", type=integer(1, MAX_LAYERS), help="of the stack (default: all)")
+    parser.add_argument(
+        "--tokens", type=integer(2, MAX_TOKENS), help="of the prompt (default: 8000; 500 on a CPU)"
+    )
+    parser.add_argument(
+        "--unit", type=integer(1, MAX_TOKENS), help="prefix_match_unit (default: 1536; 96 on a CPU)"
+    )
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--compile-cache", type=Path, help="folder of kept compilations")
     parser.add_argument("--no-compile", action="store_true", help="eager traces only")
@@ -332,10 +338,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     is_cpu = options.device == "cpu"
     options.model = options.model or ("tiny" if is_cpu else "kimi-linear-48b-a3b")
-    options.tokens = (500 if is_cpu else 8000) if options.tokens is None else options.tokens
+    options.tokens = options.tokens or (500 if is_cpu else 8000)
     options.unit = options.unit or (96 if is_cpu else 1536)
-    if options.tokens < 2:
-        parser.error(f"--tokens: at least 2, got {options.tokens}")
+    if options.tokens <= options.unit:
+        parser.error(
+            f"argument --tokens: expected more than --unit {options.unit:,}, got {options.tokens}: "
+            "a shorter prompt takes one forward either way"
+        )
     return options
 
 
@@ -374,6 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(
             1
         )  # more of them wait for each other on a busy machine: 1 s for 80 ms
+    make_folder(options.out)
     found = scenario(options)
     found.facts["command"] = shlex.join(["torch-kda", "profile", *arguments])
     for file in found.write(options.out):
@@ -381,4 +391,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

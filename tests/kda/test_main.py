@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch_kda
+import torch_kda.kda.command
 import torch_kda.kda.timeline
 from torch_kda.kda.__main__ import app
 from typer.testing import CliRunner, Result
@@ -91,11 +92,11 @@ def test_demo_short_text(tmp_path: Path):
     assert found.exit_code == 2 and "must have >= 129 tokens, got 5" in found.stderr
 
 
-@pytest.mark.parametrize("name", ["missing/x.png", "folder", "file/x.png"])
+@pytest.mark.parametrize("name", ["missing/x.png", "folder.png", "file/x.png"])
 def test_demo_checks_its_picture_first(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from torch_kda.kda import demo
 
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(demo, "run_demo", lambda *_, **__: pytest.fail("it ran"))
     found = invoke("demo", "--device", "cpu", "--picture", tmp_path / name)
@@ -103,11 +104,50 @@ def test_demo_checks_its_picture_first(name: str, tmp_path: Path, monkeypatch: p
     assert f"--picture: {tmp_path / name} can't be written: " in found.stderr
 
 
+@pytest.mark.parametrize("name", ["d.xyz", "d", "d.png.bak"])
+def test_demo_draws_only_known_formats(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from torch_kda.kda import demo
+
+    monkeypatch.setattr(demo, "run_demo", lambda *_, **__: pytest.fail("it ran"))
+    found = invoke("demo", "--device", "cpu", "--picture", tmp_path / name)
+    assert found.exit_code == 2 and found.stdout == ""
+    assert f"--picture: {tmp_path / name} must end with one of .png, .svg" in found.stderr
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"),
+    [(".PNG", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".jpg", b"\xff\xd8")],
+)
+def test_picture_is_what_its_name_says(suffix: str, start: bytes, tmp_path: Path):
+    from torch_kda.kda.timeline import Forward, Lane, draw_timeline
+
+    steps = {"num_tokens": 200, "is_decode": False, "exports": (192,)}
+    forward = Forward(start_s=0, end_s=1, first_token=0, **steps)
+    lane = Lane(name="single pass", forwards=[forward], num_cached_tokens=0, ttft_s=1)
+    path = tmp_path / f"picture{suffix}"
+    torch_kda.kda.command.check_picture(path)
+    draw_timeline(path, {"first request": [lane]})
+    assert path.read_bytes().startswith(start)
+
+
+def test_make_folder(tmp_path: Path):
+    """Makes what lacks, and leaves nothing in it."""
+    new = tmp_path / "a" / "b"
+    for _ in range(2):
+        torch_kda.kda.command.make_folder(new)
+        assert list(new.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / ("x" * 300)):
+        with pytest.raises(ValueError, match="--there: .* is no folder that can be written: "):
+            torch_kda.kda.command.make_folder(path, "--there")
+
+
 def test_check_picture_leaves_no_trace(tmp_path: Path):
     new, old = tmp_path / "new.png", tmp_path / "old.png"
     old.write_bytes(b"before")
-    torch_kda.kda.timeline.check_picture(new)
-    torch_kda.kda.timeline.check_picture(old)
+    torch_kda.kda.command.check_picture(new)
+    torch_kda.kda.command.check_picture(old)
     assert not new.exists() and old.read_bytes() == b"before"
 
 

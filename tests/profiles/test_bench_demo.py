@@ -27,6 +27,13 @@ def test_both_paths_keep_the_demo_promises(tmp_path: Path, monkeypatch: pytest.M
     assert "600 tokens" in (tmp_path / "demo.md").read_text()
 
 
+def test_out_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_demo, "run_demo", lambda *_, **__: pytest.fail("it ran"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--out: .*file is no folder that can be written"):
+        bench_demo.main(["--out", str(tmp_path / "file"), "--device", "cpu"])
+
+
 def test_torch_prefill_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     before = kda._kda_prefill
     with pytest.raises(RuntimeError), bench_demo.torch_prefill():

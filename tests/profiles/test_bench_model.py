@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 from torch_kda.kda.__main__ import app
+from torch_kda.profiles import bench_model
 from torch_kda.profiles.bench_model import parse
 from torch_kda.profiles.model_report import merge
+from torch_kda.profiles.provenance import ROOT
 from typer.testing import CliRunner
+
+RESULTS = ROOT / "profiles" / "results"
 
 SCHEMA = {
     "ttft": {
@@ -103,8 +107,72 @@ def test_merge(out: Path) -> None:
         merge([one, other])
 
 
-@pytest.mark.parametrize("wrong", [["--stages", "closed,nap"], ["--streams", "one"]])
-def test_parse_refuses(wrong: list[str], capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--out", "x", *wrong])
-    assert wrong[1].split(",")[-1] in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--stages", "closed,nap", "['nap'] are none of closed, "),
+        *(
+            ("--streams", value, "an integer from 1 to 256")
+            for value in ("one", "0", "1,-2", "1.5")
+        ),
+        *(("--streams", value, "an integer from 1 to 256") for value in ("", "99999999999")),
+        *(("--minutes", value, "above 0, 1,440 at most") for value in ("0", "-1", "nan", "inf")),
+        ("--layers", "129", "an integer from 1 to 128"),
+    ],
+)
+def test_parse_refuses(
+    option: str, value: str, expected: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(["--out", "x", f"{option}={value}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert f"argument {option}: " in line and expected in line and value.split(",")[-1] in line
+
+
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [
+        (["--quick", "--device", "cpu"], "tiny"),
+        (["--quick", "--device", "cuda"], "kimi-linear-48b-a3b"),
+        (["--device", "cuda"], "kimi-linear-48b-a3b"),
+        (["--quick", "--device", "cpu", "--model", "k3-kda-rank"], "k3-kda-rank"),
+    ],
+)
+def test_parse_model(options: list[str], model: str) -> None:
+    assert parse(["--out", "x", *options]).model == model
+
+
+def test_out_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_model, "Bench", lambda *_: pytest.fail("it ran"))
+    (tmp_path / "file").write_text("")
+    options = ["--quick", "--device", "cpu", "--out", str(tmp_path / "file")]
+    done = CliRunner().invoke(app, ["bench", "model", *options])
+    assert done.exit_code == 2 and "--out: " in done.output
+    assert "is no folder that can be written: File exists" in done.output
+
+
+@pytest.mark.parametrize("name", ["around", "kda_prefill", "demo", "soak-cpu", None])
+def test_render_of_another(name: str | None, tmp_path: Path) -> None:
+    source = tmp_path / "empty.json" if name is None else RESULTS / f"{name}.json"
+    if name is None:
+        source.write_text("{}")
+    arguments = ["--out", str(tmp_path / "out"), "--render", str(source)]
+    done = CliRunner().invoke(app, ["bench", "model", *arguments])
+    assert done.exit_code == 2 and done.output.count("\n") == 1
+    assert f"--render: {source} is not a model.json of torch-kda bench model: " in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_render_of_the_published(tmp_path: Path) -> None:
+    source = RESULTS / "model.json"
+    arguments = ["--out", str(tmp_path), "--render", str(source)]
+    done = CliRunner().invoke(app, ["bench", "model", *arguments])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "model.json").read_text()) == json.loads(source.read_text())
+
+
+def test_peer_of_another(tmp_path: Path) -> None:
+    arguments = ["--quick", "--device", "cpu", "--peer", str(RESULTS / "around.json")]
+    done = CliRunner().invoke(app, ["bench", "model", *arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 2 and "around.json is not a run of the peer" in done.output

@@ -10,6 +10,7 @@ import torch
 from torch_kda.kda.__main__ import app
 from torch_kda.profiles import bench_ops, kda_cells, kda_peers
 from torch_kda.profiles.kda_cells import Cell, Inputs, Result
+from torch_kda.profiles.provenance import ROOT
 from torch_kda.profiles.timing import Timing
 from typer.testing import CliRunner
 
@@ -18,6 +19,10 @@ ROW_KEYS = ["heads", "lens", "gates", "checkpoints", "floor_us", "us", "eager_us
 ROW_KEYS += ["err_out", "err_state", "err_tokens"]
 META = {"gpu": "Some GPU", "driver": None, "torch": "2", "cutlass_dsl": None, "commit": "abc"}
 META |= {"command": "", "date": "", "copy_tb_s": 4.0}
+
+
+def kda_prefill_json() -> Path:
+    return ROOT / "profiles" / "results" / "kda_prefill.json"
 
 
 def fake_peer(inputs: Inputs) -> Any:
@@ -150,6 +155,40 @@ def test_main_render_of_another(machine: None, tmp_path: Path, text: str, messag
         bench_ops.main(["--out", str(tmp_path), "--render", str(source)])
 
 
+@pytest.mark.parametrize("name", ["around", "model", "simulate", "kda_prefill_stages"])
+def test_main_render_of_another_bench(machine: None, tmp_path: Path, name: str) -> None:
+    source = kda_prefill_json().with_name(f"{name}.json")
+    done = CliRunner().invoke(
+        app, ["bench", "ops", "--out", str(tmp_path / "out"), "--render", str(source)]
+    )
+    assert done.exit_code == 2 and done.output.count("\n") == 1
+    assert f"--render: {source} is not a kda_prefill.json of torch-kda bench ops" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_main_render_of_the_published(tmp_path: Path) -> None:
+    source = kda_prefill_json()
+    bench_ops.main(["--out", str(tmp_path), "--render", str(source)])
+    found = json.loads((tmp_path / "kda_prefill.json").read_text())
+    assert found == json.loads(source.read_text())
+
+
+def test_main_render_without_rows(machine: None, tmp_path: Path) -> None:
+    source = tmp_path / "a.json"
+    source.write_text(json.dumps({"meta": META, "rows": []}))
+    with pytest.raises(ValueError, match=r"a\.json is not .*: rows is no list of anything"):
+        bench_ops.main(["--out", str(tmp_path), "--render", str(source)])
+
+
+def test_main_out_is_checked_first(
+    machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_ops.kda_prefill, "prepare", lambda _: pytest.fail("it ran"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--out: .*file is no folder that can be written"):
+        bench_ops.main(["--out", str(tmp_path / "file")])
+
+
 def test_main_render_several(machine: None, tmp_path: Path) -> None:
     """Parts of one measurement become one; of two they do not."""
     sources = []
@@ -201,12 +240,15 @@ def test_parse_quick() -> None:
     [
         (["--cells", "H13-*"], "fits no cell"),
         (["--gates", "weak"], "are none of slow, fast, softplus"),
-        (["--checkpoints", "one"], "--checkpoints: counts"),
-        (["--rounds", "0"], "--rounds: at least 1"),
+        (["--peers", "nobody"], "['nobody'] are none of vllm, fla, cudnn"),
+        (["--checkpoints", "one"], "--checkpoints: expected an integer from 0 to 2,048, got 'one'"),
+        (["--checkpoints", "0,99999999999"], "got '99999999999'"),
+        (["--rounds", "0"], "--rounds: expected an integer from 1 to 1,000,000, got '0'"),
         (["--fast"], "unrecognized arguments"),
     ],
 )
 def test_parse_errors(arguments: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as end:
         bench_ops.parse(["--out", "x", *arguments])
-    assert end.value.code == 2 and message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and message in line

@@ -153,8 +153,11 @@ def test_picture_that_cannot_be_written(monkeypatch, tmp_path) -> None:
     [
         (("growing-prefix", "--unit", 100), "--unit must be a multiple of 16, got 100"),
         (("growing-prefix", "--kv-block", 48), "--kv-block must divide --unit 128, got 48"),
-        (("growing-prefix", "--streams", 0), "--streams must be >= 1, got 0"),
-        (("growing-prefix", "--step", -1), "--step must be >= 0, got -1"),
+        (("growing-prefix", "--streams", 0), "--streams must be from 1 to 1,000, got 0"),
+        (("growing-prefix", "--step", -1), "--step must be from 0 to 10,000,000, got -1"),
+        (("eight-k", "--streams", 1000), "take <= 10,000,000 tokens of KV, got 73,161,000"),
+        (("eight-k", "--picture", "x.xyz"), "--picture: x.xyz must end with one of .png, .svg"),
+        (("report", "--out", "/dev/null"), "--out: /dev/null is no folder that can be written"),
         (("growing-prefix", "--budget", 16), "max_num_batched_tokens must be >= "),
         (("growing-prefix", "--slots", 1), "there must be >= 2 state slots"),
         (("growing-prefix", "--kv-tokens", 1000), "KV blocks of 128"),
@@ -173,6 +176,19 @@ def test_errors(arguments: tuple[object, ...], message: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert re.search(message, done.output) and "Traceback" not in done.output
+    assert done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("field", simulate.NUMBERS)
+def test_counts_have_bounds(field: str) -> None:
+    """Of every number that the command line takes; beyond them nothing is made."""
+    option, got = simulate._option(field), 99_999_999_999
+    done = run("eight-k", option, got)
+    least, most = simulate.LIMITS[field]
+    assert done.exit_code == 2
+    assert done.output == (
+        f"torch-kda: simulate: {option} must be from {least:,} to {most:,}, got {got}\n"
+    )
 
 
 def test_workload_by_name() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from torch_kda.kda.__main__ import app
 from torch_kda.profiles import report
+from torch_kda.profiles import trace as trace_module
 from torch_kda.profiles.provenance import ROOT
 from torch_kda.profiles.trace import (
     SUFFIX,
@@ -113,6 +114,29 @@ def test_order_and_origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert done.exit_code == 0, done.output
     assert recorded == [(mode, seed) for seed in (0, 1) for mode in TRACES]
     assert "- commit: 1234abc\n" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--unit", "0"], "--unit: expected an integer from 1 to 10,000,000, got '0'"),
+        (["--unit", "x"], "--unit: expected an integer from 1 to 10,000,000, got 'x'"),
+        (["--tokens", "0"], "--tokens: expected an integer from 2 to 10,000,000, got '0'"),
+        (["--tokens", "96"], "--tokens: expected more than --unit 96, got 96"),
+        (["--tokens", "500", "--unit", "512"], "--tokens: expected more than --unit 512, got 500"),
+        (["--out", "/dev/null"], "--out: /dev/null is no folder that can be written: File exists"),
+        (["--out", "/dev/null/x"], "--out: /dev/null/x is no folder that can be written: Not a"),
+    ],
+)
+def test_refused_before_the_work(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a line."""
+    monkeypatch.setattr(trace_module, "load_model", lambda *_: pytest.fail("a model was made"))
+    options = ["profile", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 2 and done.output.count("\n") == 1
+    assert message in done.output and not (tmp_path / "out").exists()
 
 
 def gpu_trace() -> list[Event]:
