@@ -24,7 +24,6 @@ from .kda_prepare_parts import THREADS, ldg_b32, lds_b32, sts_b32
 from .kda_record import TILE
 from .ptx import stg_b32x4
 
-MAX_SEQUENCES = 4096
 # of lengths: two for each power of two of tiles, so lengths in a class differ by less than 1.5x
 NUM_CLASSES = 32
 

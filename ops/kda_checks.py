@@ -9,6 +9,7 @@ from .library import (
     check_apart,
     check_csr,
     check_device,
+    check_eps,
     check_inner,
     check_number,
     check_tensor,
@@ -132,8 +133,7 @@ def check_decode(
         check_apart(op, name, x)
     check_device(op, rows | weights | pools | lists)
     _check_numbers(op, lower_bound, scale)
-    check_number(op, "eps", eps, "> 0")
-    require(eps > 0, op, "eps", "> 0", eps)
+    check_eps(op, eps)
     if qkv.is_cuda:
         _check_cuda(op, K, V, qkv.dtype)
 

@@ -181,6 +181,12 @@ def check_number(op: str, name: str, x: object, expected: str = "a finite number
         raise ValueError(f"{op}: {name} must be {expected}, got {_shown(x)}")
 
 
+def check_eps(op: str, eps: float) -> None:
+    """Checks what a norm adds under its root."""
+    check_number(op, "eps", eps, "> 0")
+    require(eps > 0, op, "eps", "> 0", eps)
+
+
 def check_count(op: str, name: str, x: object) -> None:
     """Checks that x is an integer, or one that a graph leaves open."""
     require(isinstance(x, Integral | torch.SymInt), op, name, "an integer", _shown(x))

@@ -11,12 +11,11 @@ from . import reference
 from .library import (
     FLOATS,
     check_device,
+    check_eps,
     check_inner,
-    check_number,
     check_tensor,
     define_op,
     is_traced,
-    require,
 )
 
 
@@ -56,12 +55,7 @@ def _check(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
     for name, tensor in tensors.items():
         check_inner(op, name, tensor, 1)
     check_device(op, tensors)
-    _check_eps(op, eps)
-
-
-def _check_eps(op: str, eps: float) -> None:
-    check_number(op, "eps", eps, "> 0")
-    require(eps > 0, op, "eps", "> 0", eps)
+    check_eps(op, eps)
 
 
 def _impl(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -151,7 +145,7 @@ def _check_rows(op: str, rows: dict[str, Tensor], weight: Tensor, eps: float) ->
     for name, tensor in tensors.items():
         check_inner(op, name, tensor, 1)
     check_device(op, tensors)
-    _check_eps(op, eps)
+    check_eps(op, eps)
 
 
 def _rms_norm_cuda(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

@@ -1,6 +1,5 @@
 """Tables and plot of the prefill bench, written from its JSON."""
 
-import importlib.util
 import json
 import statistics
 from collections.abc import Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..kda.command import make_folder
+from ..kda.timeline import can_draw
 from .kda_cells import Cell
 from .options import read_results
 
@@ -161,7 +161,7 @@ def export_costs(rows: Sequence[Row], copy_tb_s: float) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> bool:
     """Bars of one checkpoint a sequence, or of the fewest there are; False without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not can_draw():
         return False
     import matplotlib
 

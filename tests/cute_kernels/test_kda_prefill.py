@@ -160,13 +160,11 @@ def test_workspace_bytes(T: int, N: int, HV: int) -> None:
 
 
 def test_constants() -> None:
-    """Written twice, because this side runs without the DSL, and the ops without the kernels."""
-    pytest.importorskip("cutlass")
-    from torch_kda.cute_kernels import kda_layout
+    """Written twice, because the ops run without the kernels."""
     from torch_kda.ops.reference import CHUNK
 
     assert kda_prefill.TILE == CHUNK
-    assert kda_prefill.MAX_SEQUENCES == kda_layout.MAX_SEQUENCES == kda_checks.MAX_SEQUENCES
+    assert kda_prefill.MAX_SEQUENCES == kda_checks.MAX_SEQUENCES
 
 
 def test_load_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
