@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ from .kda_cells import (
     truth_heads,
     with_exports,
 )
-from .kda_peers import PEERS, Peer, find_peers
+from .kda_peers import OURS, PEERS, Peer, find_peers
 from .kda_report import merge, write_report
 from .options import MAX_ROUNDS, Parser, integer, integers, names, split
 from .provenance import origin
@@ -47,8 +47,8 @@ from .timing import (
 )
 
 # of relative RMS errors of output and states: beyond them no time is reported
-LIMITS = {"torch_kda": (5e-3, 4e-3)} | dict.fromkeys(PEERS, (3e-2, 3e-2))
-NAMES = ("torch_kda", *PEERS)
+LIMITS = {OURS: (5e-3, 4e-3)} | dict.fromkeys(PEERS, (3e-2, 3e-2))
+NAMES = (OURS, *PEERS)
 MAX_CHECKPOINTS = 2048  # of a sequence: the longest has no more multiples of 16
 MEMORY_SHARE = (
     0.25  # of free memory, for inputs; outputs and workspaces of all variants come on top
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 path.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     for file in write_report(path, options.out):
         print(file)
-    if any(row["us"]["torch_kda"] is None for row in rows):
+    if any(row["us"][OURS] is None for row in rows):
         raise SystemExit(1)
 
 
@@ -125,6 +125,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+class Variant(NamedTuple):
+    """What is timed of a cell: an implementation, with so many checkpoints a sequence."""
+
+    name: str  # of NAMES
+    num_checkpoints: int
+
+    def __str__(self) -> str:
+        return f"{self.name} with {self.num_checkpoints}"
+
+
+Found = dict[Variant, tuple[float, float]]  # relative RMS errors of output and states
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """Times rows of the table on one device."""
@@ -140,8 +153,8 @@ class Bench:
         """
         most = max(counts)
         full = truth(make_inputs(cell, gates, most, 0, self.device))
-        found: dict[str, tuple[float, float]] = {}
-        calls: dict[str, list[Any]] = {}
+        found: Found = {}
+        calls: dict[Variant, list[Any]] = {}
         for count in counts:
             expected = with_exports(full, cell, most, count)
             calls |= self.prepare(cell, gates, count, len(counts), expected, found)
@@ -157,18 +170,18 @@ class Bench:
         count: int,
         num_counts: int,
         expected: Result,
-        found: dict[str, tuple[float, float]],
-    ) -> dict[str, list[Any]]:
-        """Calls to time, by `_key`; puts into `found` how far their results are off."""
+        found: Found,
+    ) -> dict[Variant, list[Any]]:
+        """Calls to time; puts into `found` how far their results are off."""
         free = int(torch.cuda.mem_get_info(self.device)[0] * MEMORY_SHARE / num_counts)
         sets = num_input_sets(cell.io_bytes(count), l2_bytes(self.device), free)
         inputs = [make_inputs(cell, gates, count, seed, self.device) for seed in range(sets)]
         variants = {}
         for name, peer in self.peers.items():
             calls = [call for x in inputs if (call := peer(x)) is not None]
-            key = _key(name, count)
-            if calls and self.check(name, key, calls[0], inputs[0], expected, found):
-                variants[key] = calls
+            variant = Variant(name, count)
+            if calls and self.check(variant, calls[0], inputs[0], expected, found):
+                variants[variant] = calls
         return variants
 
     def row(
@@ -176,65 +189,57 @@ class Bench:
         cell: Cell,
         gates: str,
         count: int,
-        timings: dict[str, Timing],
-        found: dict[str, tuple[float, float]],
+        timings: dict[Variant, Timing],
+        found: Found,
     ) -> dict[str, Any]:
-        keys = {name: _key(name, count) for name in NAMES}
+        variants = {name: Variant(name, count) for name in NAMES}
         row = {
             "heads": cell.heads,
             "lens": list(cell.lens),
             "gates": gates,
             "checkpoints": count,
             "floor_us": round(cell.io_bytes(count) / self.bytes_per_second * 1e6, 2),
-            "us": {name: _rounded(timings.get(key), "median_us") for name, key in keys.items()},
-            "eager_us": {
-                name: _rounded(timings.get(key), "eager_us") for name, key in keys.items()
-            },
-            "err_out": {name: _digits(found, key, 0) for name, key in keys.items()},
-            "err_state": {name: _digits(found, key, 1) for name, key in keys.items()},
+            "us": {n: _rounded(timings.get(one), "median_us") for n, one in variants.items()},
+            "eager_us": {n: _rounded(timings.get(one), "eager_us") for n, one in variants.items()},
+            "err_out": {n: _digits(found, one, 0) for n, one in variants.items()},
+            "err_state": {n: _digits(found, one, 1) for n, one in variants.items()},
             "err_tokens": cell.num_tokens,
         }
-        _print_row(cell, row, {n: timings[key] for n, key in keys.items() if key in timings})
+        _print_row(cell, row, {n: timings[one] for n, one in variants.items() if one in timings})
         return row
 
     def check(
-        self,
-        name: str,
-        key: str,
-        call: Any,
-        inputs: Inputs,
-        expected: Result,
-        found: dict[str, tuple[float, float]],
+        self, variant: Variant, call: Any, inputs: Inputs, expected: Result, found: Found
     ) -> bool:
         """Whether a variant may be timed: it runs, and its results are near the truth."""
+        name, limits = variant.name, LIMITS[variant.name]
         try:
             with torch.inference_mode():
                 got = errors(call(), expected, truth_heads(inputs.cell))
         except Exception as error:  # a peer's failure is a fact to report, ours ends the bench
-            if name == "torch_kda":
+            if name == OURS:
                 raise
             print(f"  {name} fails: {type(error).__name__}: {str(error)[:200]}")
             return False
-        found[key] = got
-        is_right = all(x <= limit for x, limit in zip(got, LIMITS[name], strict=True))
+        found[variant] = got
+        is_right = all(x <= limit for x, limit in zip(got, limits, strict=True))
         if not is_right:
-            limits = LIMITS[name]
             print(
                 f"  {name} is wrong and not timed: output {got[0]:.2e} (limit {limits[0]:.1e}), "
                 f"states {got[1]:.2e} (limit {limits[1]:.1e})"
             )
         return is_right
 
-    def time(self, variants: dict[str, list[Any]]) -> dict[str, Timing]:
+    def time(self, variants: dict[Variant, list[Any]]) -> dict[Variant, Timing]:
         """All in turns; if a peer can't be captured, the rest without it."""
         with torch.inference_mode():
-            for key in [key for key in variants if not key.startswith("torch_kda")]:
+            for peer in [variant for variant in variants if variant.name != OURS]:
                 try:
-                    time_calls({key: variants[key][:1]}, rounds=1, eager_rounds=1)
+                    time_calls({peer: variants[peer][:1]}, rounds=1, eager_rounds=1)
                 except RuntimeError as error:
-                    print(f"  {key} is not timed: {str(error)[:200]}")
+                    print(f"  {peer} is not timed: {str(error)[:200]}")
                     torch.cuda.synchronize()
-                    del variants[key]
+                    del variants[peer]
             return time_calls(variants, rounds=self.num_rounds) if variants else {}
 
 
@@ -251,18 +256,13 @@ def metadata(
     }
 
 
-def _key(name: str, num_checkpoints: int) -> str:
-    """Of what is timed."""
-    return f"{name} with {num_checkpoints}"
-
-
 def _rounded(timing: Timing | None, field: str) -> float | None:
     value = None if timing is None else getattr(timing, field)
     return None if value is None else round(value, 2)
 
 
-def _digits(found: dict[str, tuple[float, float]], key: str, index: int) -> float | None:
-    return float(f"{found[key][index]:.3e}") if key in found else None
+def _digits(found: Found, variant: Variant, index: int) -> float | None:
+    return float(f"{found[variant][index]:.3e}") if variant in found else None
 
 
 def _print_row(cell: Cell, row: dict[str, Any], timings: dict[str, Timing]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..ops.kda import kda_prefill
 from .kda_cells import DIM, Inputs, Result
 
+OURS = "torch_kda"
 SCALE = DIM**-0.5
 VLLM_VARIABLE = "VLLM_FLASHKDA_SO"
 
@@ -137,7 +138,7 @@ def find_peers(wanted: list[str] | None) -> dict[str, Peer]:
             cure = f"set {VLLM_VARIABLE}" if name == "vllm" else "install it"
             raise RuntimeError(f"--peers: {name} is not here; {cure}")
     chosen = found if wanted is None else {name: found[name] for name in wanted}
-    return {"torch_kda": torch_kda, **chosen}
+    return {OURS: torch_kda, **chosen}
 
 
 def _is_there(name: str) -> bool:

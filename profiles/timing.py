@@ -2,12 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)  # names what is timed, in messages by its str
 
 L2_SHARE = 4  # inputs of one variant fill the L2 cache this many times, so none is found there
 MIN_SETS = 2
@@ -48,15 +50,15 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def time_calls(
-    variants: Mapping[str, Sequence[Call]], *, rounds: int = 30, eager_rounds: int = 5
-) -> dict[str, Timing]:
+    variants: Mapping[Name, Sequence[Call]], *, rounds: int = 30, eager_rounds: int = 5
+) -> dict[Name, Timing]:
     """Times each variant's calls, one for each input set, and gives the time of one call.
 
     Every variant becomes one CUDA graph of all its calls. Each round replays all variants in turn,
     so that a drift of the clock meets all of them alike. A variant that can't be captured raises.
     """
     graphs = {name: _capture(name, calls) for name, calls in variants.items()}
-    times: dict[str, list[float]] = {name: [] for name in variants}
+    times: dict[Name, list[float]] = {name: [] for name in variants}
     for turn in range(WARM_UP + rounds):
         for name, (graph, _) in graphs.items():
             us = _replay_us(graph) / len(variants[name])
@@ -118,7 +120,7 @@ def copy_bytes_per_second(device: torch.device) -> float:
     return 2 * source.nbytes / (timing.median_us * 1e-6)
 
 
-def _capture(name: str, calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, list[object]]:
+def _capture(name: Hashable, calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, list[object]]:
     """One graph of all calls; their results are kept, so that none writes over another's."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch_kda.kda.__main__ import app
 from torch_kda.profiles import bench_ops, kda_cells, kda_peers
+from torch_kda.profiles.bench_ops import Variant
 from torch_kda.profiles.kda_cells import Cell, Inputs, Result
 from torch_kda.profiles.provenance import ROOT
 from torch_kda.profiles.timing import Timing
@@ -39,8 +40,8 @@ def fake_peer(inputs: Inputs) -> Any:
 
 
 def fake_times(
-    variants: Mapping[str, Sequence[Any]], rounds: int = 0, eager_rounds: int = 0
-) -> dict[str, Timing]:
+    variants: Mapping[Variant, Sequence[Any]], rounds: int = 0, eager_rounds: int = 0
+) -> dict[Variant, Timing]:
     return {name: Timing(10.0 + i, 9.0, 12.0, 20.0) for i, name in enumerate(variants)}
 
 
@@ -119,8 +120,8 @@ def test_main_survives_a_peer(
 
         return call
 
-    def uncapturable(variants: Mapping[str, Any], **rounds: int) -> dict[str, Timing]:
-        if "fla with 0" in variants:
+    def uncapturable(variants: Mapping[Variant, Any], **rounds: int) -> dict[Variant, Timing]:
+        if Variant("fla", 0) in variants:
             raise RuntimeError("fla can't be captured in a CUDA graph")
         return fake_times(variants)
 
