@@ -33,7 +33,7 @@ from .kda_cells import (
     truth_heads,
     with_exports,
 )
-from .kda_peers import OURS, PEERS, Peer, find_peers
+from .kda_peers import OURS, PEERS, Call, Peer, find_peers
 from .kda_report import merge, write_report
 from .options import MAX_ROUNDS, Parser, integer, integers, names, split
 from .provenance import origin
@@ -154,7 +154,7 @@ class Bench:
         most = max(counts)
         full = truth(make_inputs(cell, gates, most, 0, self.device))
         found: Found = {}
-        calls: dict[Variant, list[Any]] = {}
+        calls: dict[Variant, list[Call]] = {}
         for count in counts:
             expected = with_exports(full, cell, most, count)
             calls |= self.prepare(cell, gates, count, len(counts), expected, found)
@@ -171,17 +171,20 @@ class Bench:
         num_counts: int,
         expected: Result,
         found: Found,
-    ) -> dict[Variant, list[Any]]:
+    ) -> dict[Variant, list[Call]]:
         """Calls to time; puts into `found` how far their results are off."""
         free = int(torch.cuda.mem_get_info(self.device)[0] * MEMORY_SHARE / num_counts)
         sets = num_input_sets(cell.io_bytes(count), l2_bytes(self.device), free)
         inputs = [make_inputs(cell, gates, count, seed, self.device) for seed in range(sets)]
         variants = {}
         for name, peer in self.peers.items():
-            calls = [call for x in inputs if (call := peer(x)) is not None]
             variant = Variant(name, count)
-            if calls and self.check(variant, calls[0], inputs[0], expected, found):
-                variants[variant] = calls
+            try:
+                calls = peer(inputs)
+                if calls and self.check(variant, calls[0], inputs[0], expected, found):
+                    variants[variant] = calls
+            except Exception as error:
+                _leave_out(variant, error)
         return variants
 
     def row(
@@ -209,38 +212,30 @@ class Bench:
         return row
 
     def check(
-        self, variant: Variant, call: Any, inputs: Inputs, expected: Result, found: Found
+        self, variant: Variant, call: Call, inputs: Inputs, expected: Result, found: Found
     ) -> bool:
-        """Whether a variant may be timed: it runs, and its results are near the truth."""
-        name, limits = variant.name, LIMITS[variant.name]
-        try:
-            with torch.inference_mode():
-                got = errors(call(), expected, truth_heads(inputs.cell))
-        except Exception as error:  # a peer's failure is a fact to report, ours ends the bench
-            if name == OURS:
-                raise
-            print(f"  {name} fails: {type(error).__name__}: {str(error)[:200]}")
-            return False
+        """Whether a variant may be timed: its results are near the truth."""
+        with torch.inference_mode():
+            got = errors(call(), expected, truth_heads(inputs.cell))
+        limits = LIMITS[variant.name]
         found[variant] = got
         is_right = all(x <= limit for x, limit in zip(got, limits, strict=True))
         if not is_right:
             print(
-                f"  {name} is wrong and not timed: output {got[0]:.2e} (limit {limits[0]:.1e}), "
+                f"  {variant} is wrong and not timed: output {got[0]:.2e} (limit {limits[0]:.1e}), "
                 f"states {got[1]:.2e} (limit {limits[1]:.1e})"
             )
         return is_right
 
-    def time(self, variants: dict[Variant, list[Any]]) -> dict[Variant, Timing]:
-        """All in turns; if a peer can't be captured, the rest without it."""
+    def time(self, variants: dict[Variant, list[Call]]) -> dict[Variant, Timing]:
+        """All in turns. Ours are captured first, so that no peer's results take their memory."""
+        ours_first = sorted(variants, key=lambda variant: variant.name != OURS)
         with torch.inference_mode():
-            for peer in [variant for variant in variants if variant.name != OURS]:
-                try:
-                    time_calls({peer: variants[peer][:1]}, rounds=1, eager_rounds=1)
-                except RuntimeError as error:
-                    print(f"  {peer} is not timed: {str(error)[:200]}")
-                    torch.cuda.synchronize()
-                    del variants[peer]
-            return time_calls(variants, rounds=self.num_rounds) if variants else {}
+            return time_calls(
+                {variant: variants[variant] for variant in ours_first},
+                rounds=self.num_rounds,
+                on_failure=_leave_out,
+            )
 
 
 def metadata(
@@ -254,6 +249,14 @@ def metadata(
         "cutlass_dsl": json.loads(manifest.read_text())["cutlass_dsl"],
         "copy_tb_s": round(speed / 1e12, 3),
     }
+
+
+def _leave_out(variant: Variant, error: Exception) -> None:
+    """A peer's failure is a fact to report; ours ends the bench."""
+    if variant.name == OURS:
+        raise error
+    what = " ".join(str(error).split())
+    print(f"  {variant} is not timed: {type(error).__name__}: {what[:200]}", flush=True)
 
 
 def _rounded(timing: Timing | None, field: str) -> float | None:

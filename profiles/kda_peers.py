@@ -1,12 +1,13 @@
 """Implementations of KDA prefill that the bench runs side by side, each from raw inputs.
 
+A call of an implementation works on one input set; all sets are of one cell.
 A peer is found by what is installed: FLA and cudnn-frontend if they import, FlashKDA as vLLM builds
 it if VLLM_FLASHKDA_SO names the library.
 """
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,17 @@ OURS = "torch_kda"
 SCALE = DIM**-0.5
 VLLM_VARIABLE = "VLLM_FLASHKDA_SO"
 
-# inputs to a call, or None where the peer has no such thing
-Peer = Callable[[Inputs], Callable[[], Result] | None]
+Call = Callable[[], Result]
+# a call for each input set; none where the peer has no such thing
+Peer = Callable[[Sequence[Inputs]], list[Call]]
 
 
-def torch_kda(inputs: Inputs) -> Callable[[], Result]:
+def torch_kda(sets: Sequence[Inputs]) -> list[Call]:
     """Ours: eager entry of the op."""
+    return [_torch_kda(inputs) for inputs in sets]
+
+
+def _torch_kda(inputs: Inputs) -> Call:
     tensors: tuple[Any, ...] = inputs.tensors()
     N = len(inputs.cell.lens)
     states = inputs.state_pool[N : 2 * N]
@@ -38,13 +44,19 @@ def torch_kda(inputs: Inputs) -> Callable[[], Result]:
     return call
 
 
-def vllm(inputs: Inputs) -> Callable[[], Result] | None:
+def vllm(sets: Sequence[Inputs]) -> list[Call]:
     """vLLM's FlashKDA, with its one checkpoint where the row has one."""
-    exports = inputs.checkpoint_offsets
-    N = len(inputs.cell.lens)
-    if inputs.lower_bound is None or (exports is not None and exports.shape[0] != N):
-        return None
+    first = sets[0]
+    exports = first.checkpoint_offsets
+    has_many = exports is not None and exports.shape[0] != len(first.cell.lens)
+    if first.lower_bound is None or has_many:
+        return []
+    return [_vllm(inputs) for inputs in sets]
+
+
+def _vllm(inputs: Inputs) -> Call:
     ops = torch.ops._flashkda_C
+    exports, N = inputs.checkpoint_offsets, len(inputs.cell.lens)
     T, H = inputs.beta_logit.shape
     q, k, v, g, beta = (x[None] for x in _rows(inputs))
     cu = inputs.cu_seqlens.long()
@@ -65,15 +77,24 @@ def vllm(inputs: Inputs) -> Callable[[], Result] | None:
     return call
 
 
-def fla(inputs: Inputs) -> Callable[[], Result] | None:
-    """FLA's Triton path; it has no checkpoints."""
-    if inputs.checkpoint_offsets is not None:
-        return None
+def fla(sets: Sequence[Inputs]) -> list[Call]:
+    """FLA's Triton path; it has no checkpoints.
+
+    What it derives from cu_seqlens it keeps for the last four tensors it saw (`tensor_cache` of
+    fla.utils 0.6.0), and making it anew is a copy from the host, which no graph can capture. So all
+    calls have the same two tensors.
+    """
+    if sets[0].checkpoint_offsets is not None:
+        return []
+    cu_seqlens = sets[0].cu_seqlens.long()
+    on_host = cu_seqlens.cpu()
+    return [_fla(inputs, cu_seqlens, on_host) for inputs in sets]
+
+
+def _fla(inputs: Inputs, cu_seqlens: Tensor, cu_seqlens_on_host: Tensor) -> Call:
     from fla.ops.kda import chunk_kda
 
     q, k, v, g, beta = (x[None] for x in _rows(inputs))
-    cu = inputs.cu_seqlens.long()
-    cu_cpu = cu.cpu()
     h0 = inputs.initial_state.contiguous()
 
     def call() -> Result:
@@ -90,18 +111,22 @@ def fla(inputs: Inputs) -> Callable[[], Result] | None:
             state_v_first=True,
             A_log=inputs.A_log,
             dt_bias=inputs.dt_bias.flatten(),
-            cu_seqlens=cu,
-            cu_seqlens_cpu=cu_cpu,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_on_host,
         )[:2]
         return Result(out[0], final)
 
     return call
 
 
-def cudnn(inputs: Inputs) -> Callable[[], Result] | None:
+def cudnn(sets: Sequence[Inputs]) -> list[Call]:
     """cudnn-frontend's fused op for the bounded gate; it has no checkpoints."""
-    if inputs.checkpoint_offsets is not None or inputs.lower_bound is None:
-        return None
+    if sets[0].checkpoint_offsets is not None or sets[0].lower_bound is None:
+        return []
+    return [_cudnn(inputs) for inputs in sets]
+
+
+def _cudnn(inputs: Inputs) -> Call:
     from cudnn.linear_attention.ops import kimi_delta_attention
 
     rows, h0 = _rows(inputs), inputs.initial_state.contiguous()

@@ -49,16 +49,34 @@ def l2_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
+def _raise(_: object, error: Exception) -> None:
+    raise error
+
+
 def time_calls(
-    variants: Mapping[Name, Sequence[Call]], *, rounds: int = 30, eager_rounds: int = 5
+    variants: Mapping[Name, Sequence[Call]],
+    *,
+    rounds: int = 30,
+    eager_rounds: int = 5,
+    on_failure: Callable[[Name, Exception], None] = _raise,
 ) -> dict[Name, Timing]:
     """Times each variant's calls, one for each input set, and gives the time of one call.
 
     Every variant becomes one CUDA graph of all its calls. Each round replays all variants in turn,
-    so that a drift of the clock meets all of them alike. A variant that can't be captured raises.
+    so that a drift of the clock meets all of them alike.
+
+    Args:
+        variants: captured in their order, each with its results beside those of the ones before.
+        on_failure: gets a variant that doesn't run or can't be captured, and why; the variant is
+            then left out. Default: the error is raised.
     """
-    graphs = {name: _capture(name, calls) for name, calls in variants.items()}
-    times: dict[Name, list[float]] = {name: [] for name in variants}
+    graphs = {}
+    for name, calls in variants.items():
+        try:
+            graphs[name] = _capture(name, calls)
+        except Exception as error:
+            on_failure(name, error)
+    times: dict[Name, list[float]] = {name: [] for name in graphs}
     for turn in range(WARM_UP + rounds):
         for name, (graph, _) in graphs.items():
             us = _replay_us(graph) / len(variants[name])
@@ -131,7 +149,8 @@ def _capture(name: Hashable, calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGrap
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # the outer one: where a capture doesn't even end, torch would stay on its stream
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             results = [call() for call in calls]
     except RuntimeError as error:
         raise RuntimeError(f"{name} can't be captured in a CUDA graph: {error}") from error

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,20 @@ def kda_prefill_json() -> Path:
     return ROOT / "profiles" / "results" / "kda_prefill.json"
 
 
-def fake_peer(inputs: Inputs) -> Any:
+def fake_peer(sets: Sequence[Inputs]) -> list[kda_peers.Call]:
     """A peer without checkpoints, a little off."""
-    if inputs.checkpoint_offsets is not None:
-        return None
-    ours = kda_peers.torch_kda(inputs)
+    if sets[0].checkpoint_offsets is not None:
+        return []
 
-    def call() -> Result:
+    def call(ours: kda_peers.Call) -> Result:
         result = ours()
         return Result(result.out * 1.01, result.states)
 
-    return call
+    return [partial(call, ours) for ours in kda_peers.torch_kda(sets)]
 
 
 def fake_times(
-    variants: Mapping[Variant, Sequence[Any]], rounds: int = 0, eager_rounds: int = 0
+    variants: Mapping[Variant, Sequence[Any]], rounds: int, on_failure: Any
 ) -> dict[Variant, Timing]:
     return {name: Timing(10.0 + i, 9.0, 12.0, 20.0) for i, name in enumerate(variants)}
 
@@ -76,13 +76,13 @@ def test_main(machine: None, tmp_path: Path, capsys: Any) -> None:
         for key in ("us", "eager_us", "err_out", "err_state"):
             assert list(row[key]) == ["torch_kda", "vllm", "fla", "cudnn"], key
             assert row[key]["vllm"] is None and row[key]["cudnn"] is None
-        # all of a cell are timed in one go: ours and fla's without checkpoints, ours with 1 and 16
-        us = {0: 10.0, 1: 12.0, 16: 13.0}[row["checkpoints"]]
+        # all of a cell are timed in one go, ours first: with 0, 1 and 16 checkpoints, then fla
+        us = {0: 10.0, 1: 11.0, 16: 12.0}[row["checkpoints"]]
         assert row["us"]["torch_kda"] == us and row["eager_us"]["torch_kda"] == 20.0
         assert 0 < row["err_out"]["torch_kda"] < 4.5e-3
         assert 0 < row["err_state"]["torch_kda"] < 3.5e-3
         has_fla = row["checkpoints"] == 0
-        assert row["us"]["fla"] == (11.0 if has_fla else None)
+        assert row["us"]["fla"] == (13.0 if has_fla else None)
         assert (row["err_out"]["fla"] is not None) == has_fla
         assert row["err_tokens"] == sum(row["lens"])
     assert rows[0]["floor_us"] == round(CELLS[0].io_bytes(0) / 4e12 * 1e6, 2)
@@ -106,36 +106,48 @@ def test_main_refuses_wrong_results(
     assert end.value.code == 1
     rows = json.loads((tmp_path / "kda_prefill.json").read_text())["rows"]
     assert all(row["us"]["torch_kda"] is None for row in rows)
-    assert "torch_kda is wrong and not timed: output" in capsys.readouterr().out
+    assert "torch_kda with 1 is wrong and not timed: output" in capsys.readouterr().out
 
 
 def test_main_survives_a_peer(
     machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """A peer that raises, or can't be captured, is left out; the others are timed."""
+    """A peer that isn't there, raises, or can't be captured is left out; the others are timed."""
 
-    def broken(inputs: Inputs) -> Any:
+    def missing(sets: Sequence[Inputs]) -> list[kda_peers.Call]:
+        raise ImportError("no module of this name")
+
+    def broken(sets: Sequence[Inputs]) -> list[kda_peers.Call]:
         def call() -> Result:
-            raise TypeError("no such argument")
+            raise TypeError("no such\nargument")
 
-        return call
+        return [call for _ in sets]
 
-    def uncapturable(variants: Mapping[Variant, Any], **rounds: int) -> dict[Variant, Timing]:
-        if Variant("fla", 0) in variants:
-            raise RuntimeError("fla can't be captured in a CUDA graph")
-        return fake_times(variants)
+    def times(
+        variants: Mapping[Variant, Any], rounds: int, on_failure: Any
+    ) -> dict[Variant, Timing]:
+        fla = Variant("fla", 0)
+        assert [*variants] == [Variant("torch_kda", 0), fla]
+        assert len(variants[fla]) > 1, "no call of another input set is captured"
+        on_failure(fla, RuntimeError("fla can't be captured in a CUDA graph"))
+        return fake_times({Variant("torch_kda", 0): []}, rounds, on_failure)
 
-    peers = {"torch_kda": kda_peers.torch_kda, "fla": fake_peer, "cudnn": broken}
+    peers = {"vllm": missing, "fla": fake_peer, "torch_kda": kda_peers.torch_kda, "cudnn": broken}
     monkeypatch.setattr(bench_ops, "find_peers", lambda _: peers)
-    monkeypatch.setattr(bench_ops, "time_calls", uncapturable)
-    bench_ops.main(["--out", str(tmp_path), "--gates", "slow", "--checkpoints", "0"])
+    monkeypatch.setattr(bench_ops, "time_calls", times)
+    arguments = ["--gates", "slow", "--checkpoints", "0"]
+    bench_ops.main(["--out", str(tmp_path), *arguments])
     rows = json.loads((tmp_path / "kda_prefill.json").read_text())["rows"]
     for row in rows:
         assert row["us"] == {"torch_kda": 10.0, "vllm": None, "fla": None, "cudnn": None}
         assert row["err_out"]["cudnn"] is None
     out = capsys.readouterr().out
-    assert "cudnn fails: TypeError: no such argument" in out
-    assert "fla with 0 is not timed: fla can't be captured" in out
+    assert "vllm with 0 is not timed: ImportError: no module of this name\n" in out
+    assert "cudnn with 0 is not timed: TypeError: no such argument\n" in out
+    assert "fla with 0 is not timed: RuntimeError: fla can't be captured" in out
+    monkeypatch.setattr(bench_ops, "find_peers", lambda _: {"torch_kda": broken})
+    with pytest.raises(TypeError, match="no such"):
+        bench_ops.main(["--out", str(tmp_path), *arguments])
 
 
 def test_main_render(machine: None, tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def test_truth() -> None:
     assert heads == [0, 2] and got.checkpoints is not None
     assert torch.allclose(got.out, out, rtol=1e-10, atol=1e-12)
     assert torch.allclose(torch.cat([got.states, got.checkpoints]), pool[3:], rtol=1e-10)
-    result = torch_kda(inputs)()
+    (call,) = torch_kda([inputs])
+    result = call()
     errs = kda_cells.errors(result, got, heads)
     assert 1e-4 < errs[0] < 4.5e-3 and errs[1] < 3.5e-3
     worse = replace(result, checkpoints=1.01 * result.checkpoints)

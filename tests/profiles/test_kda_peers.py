@@ -1,10 +1,14 @@
 """Which peers the bench finds."""
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch_kda.profiles import kda_peers
 from torch_kda.profiles.kda_cells import Cell, make_inputs
 
@@ -53,15 +57,34 @@ def test_peers_without_the_feature() -> None:
     many = make_inputs(cell, "slow", 16, 0, CPU)
     softplus = make_inputs(cell, "softplus", 0, 0, CPU)
     for name, peer in kda_peers.PEERS.items():
-        assert peer(many) is None, name
+        assert peer([many]) == [], name
         if name != "fla":
-            assert peer(softplus) is None, name
+            assert peer([softplus]) == [], name
+
+
+def test_fla_cu_seqlens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor and one copy on the host for all calls, as FLA knows them by their identity."""
+    seen = []
+
+    def chunk_kda(q: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        seen.append((q, options["cu_seqlens"], options["cu_seqlens_cpu"]))
+        return q, options["initial_state"]
+
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", SimpleNamespace(chunk_kda=chunk_kda))
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    sets = [make_inputs(Cell(2, (64, 256)), "slow", 0, seed, CPU) for seed in range(8)]
+    for call in kda_peers.fla(sets) * 2:
+        call()
+    rows, *lengths = ({id(x) for x in column} for column in zip(*seen, strict=True))
+    assert len(seen) == 16 and len(rows) == 8 and [len(x) for x in lengths] == [1, 1]
+    assert seen[0][1].tolist() == seen[0][2].tolist() == [0, 64, 320]
 
 
 @pytest.mark.parametrize("count", [0, 1, 16])
 def test_torch_kda(count: int) -> None:
     inputs = make_inputs(Cell(2, (64, 256)), "slow", count, 0, CPU)
-    call = kda_peers.torch_kda(inputs)
+    (call,) = kda_peers.torch_kda([inputs])
     first, again = call(), call()
     assert torch.equal(first.out, again.out), "states are not read where they were written"
     assert first.states.shape == (2, 2, 128, 128)

@@ -1,8 +1,11 @@
 """The timer: what it needs, how many inputs it rotates over, and on a device what it measures."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch_kda.profiles import timing
+from torch_kda.profiles.timing import Call
 
 MIB = 2**20
 
@@ -38,6 +41,32 @@ def test_require_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         timing.require_cuda("the bench")
 
 
+def test_time_calls_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who can't be captured is named and left out, or ends it all if nobody takes the error."""
+
+    def capture(name: str, calls: Sequence[Call]) -> tuple[str, list[object]]:
+        return name, [call() for call in calls]
+
+    def fails() -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(timing, "_capture", capture)
+    monkeypatch.setattr(timing, "_replay_us", lambda name: {"a": 6.0, "c": 8.0}[name])
+    monkeypatch.setattr(timing, "time_eager", lambda calls, rounds: float(len(calls)))
+    # the last call of b fails, not its first
+    calls: dict[str, list[Call]] = {"a": [int] * 3, "b": [int, int, fails], "c": [int] * 2}
+    failed = []
+    found = timing.time_calls(calls, on_failure=lambda name, error: failed.append((name, error)))
+    assert [(name, found[name].median_us, found[name].eager_us) for name in found] == [
+        ("a", 2.0, 3.0),
+        ("c", 4.0, 2.0),
+    ]
+    assert [(name, str(error)) for name, error in failed] == [("b", "no such argument")]
+    with pytest.raises(TypeError, match="no such argument"):
+        timing.time_calls(calls)
+    assert timing.time_calls({}) == {}
+
+
 @pytest.mark.gpu
 def test_time_calls() -> None:
     """Ten times the bytes take about ten times as long; a call that syncs can't be captured."""
@@ -47,9 +76,17 @@ def test_time_calls() -> None:
     assert 5 < found["large"].median_us / found["small"].median_us < 20
     for one in found.values():
         assert one.p10_us <= one.median_us <= one.p90_us and one.eager_us is not None
+    syncs: list[Call] = [lambda: small + 1, lambda: small.sum().item()]
     with pytest.raises(RuntimeError, match="sync can't be captured"):
-        timing.time_calls({"sync": [lambda: small.sum().item()]})
-    torch.cuda.synchronize()
+        timing.time_calls({"sync": syncs})
+    stream, failed = torch.cuda.current_stream(), []
+    found = timing.time_calls(
+        {"small": calls["small"], "sync": syncs, "large": calls["large"]},
+        rounds=10,
+        on_failure=lambda name, _: failed.append(name),
+    )
+    assert failed == ["sync"] and torch.cuda.current_stream() == stream
+    assert 5 < found["large"].median_us / found["small"].median_us < 20
 
 
 @pytest.mark.gpu
