@@ -34,9 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch_prefill():
         results["torch"] = run(options)
     command = ["python", "-m", "torch_kda.profiles.bench_demo", *arguments]
-    data: dict[str, Any] = {"meta": {"tokens": options.tokens}}
-    if device.type == "cuda":
-        data["meta"] |= origin(device, options.commit, command)
+    meta = {"tokens": options.tokens, **origin(device, options.commit, command)}
+    data: dict[str, Any] = {"meta": meta}
     data |= {name: result.as_json() for name, result in results.items()}
     (options.out / "demo.json").write_text(json.dumps(data, indent=1) + "\n")
     (options.out / "demo.md").write_text(markdown(data))

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from .decode_op import time_kda_decode
 from .floors import Floors, counting_experts
 from .greedy import compare_greedy
 from .model_report import markdown
-from .provenance import first_line, head_commit
+from .provenance import origin
 from .timing import copy_bytes_per_second, time_calls
 from .workloads import (
     Client,
@@ -163,8 +162,8 @@ class Bench:
         self.write()
 
     @property
-    def command(self) -> str:
-        return shlex.join(["torch-kda", "bench", "model", *self.arguments])
+    def command(self) -> list[str]:
+        return ["torch-kda", "bench", "model", *self.arguments]
 
     @property
     def minutes(self) -> float:
@@ -221,16 +220,10 @@ class Bench:
 
     def meta(self) -> dict[str, Any]:
         """What a number depends on."""
-        runner, is_cuda = self.runner, self.options.device != "cpu"
+        options, runner = self.options, self.runner
         model, config = runner.model, runner.model.config
-        driver = ("--query-gpu=driver_version", "--format=csv,noheader")
         return self.data["meta"] | {
-            "gpu": torch.cuda.get_device_name() if is_cuda else None,
-            "driver": first_line("nvidia-smi", *driver),
-            "torch": torch.__version__,
-            "commit": self.options.commit or head_commit(),
-            "command": self.command,
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            **origin(torch.device(options.device), options.commit, self.command),
             "model": config.name,
             "layers": config.num_hidden_layers,
             "dtype": config.dtype,
@@ -406,7 +399,7 @@ class Bench:
 
     def profile(self) -> None:
         """What `torch-kda profile` writes, without another start, into a folder of its name."""
-        facts = {"commit": self.options.commit, "command": self.command}
+        facts = {"commit": self.options.commit, "command": shlex.join(self.command)}
         scenario = trace.Scenario(self.runner, self.config, self.sizes.prompt, facts)
         for file in scenario.write(self.options.out / "profile"):
             self.say(str(file))

@@ -1,5 +1,6 @@
 """Where a number comes from: what other programs say about this machine and this checkout."""
 
+import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -14,18 +15,26 @@ ROOT = Path(__file__).resolve().parent.parent  # of the checkout, if it is one
 def origin(
     device: torch.device, commit: str | None, command: Sequence[str]
 ) -> dict[str, str | float | None]:
-    """What a number measured on a GPU depends on.
+    """What a number depends on: `gpu` and `driver`, or on a CPU `cpu`, and what ran there.
 
     Args:
         commit: what is measured. None: git's HEAD.
     """
     return {
-        "gpu": torch.cuda.get_device_name(device),
-        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        **_machine(device),
         "torch": torch.__version__,
         "commit": commit or head_commit(),
         "command": shlex.join(command),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _machine(device: torch.device) -> dict[str, str | None]:
+    if device.type == "cpu":
+        return {"gpu": None, "cpu": platform.processor() or platform.machine()}
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
     }
 
 

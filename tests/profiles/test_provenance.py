@@ -38,7 +38,11 @@ def test_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command can be pasted into a shell; a commit that is named goes before git's."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
-    found = origin(torch.device("cpu"), "abc", ["bench", "--cells", "H12-*"])
-    assert (found["gpu"], found["commit"]) == ("Some GPU", "abc")
-    assert found["command"] == "bench --cells 'H12-*'"
-    assert found["torch"] == torch.__version__
+    on_gpu, on_cpu = (
+        origin(torch.device(name), "abc", ["bench", "--cells", "H12-*"]) for name in ("cuda", "cpu")
+    )
+    assert on_gpu["gpu"] == "Some GPU" and "driver" in on_gpu and "cpu" not in on_gpu
+    assert on_cpu["gpu"] is None and on_cpu["cpu"] and "driver" not in on_cpu
+    for found in (on_gpu, on_cpu):
+        assert found["commit"] == "abc" and found["torch"] == torch.__version__
+        assert found["command"] == "bench --cells 'H12-*'"

@@ -7,16 +7,13 @@ anything is wrong, or if too little was looked at.
 import argparse
 import json
 import logging
-import platform
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch_kda.kda.presets import PRESETS
-from torch_kda.profiles.provenance import head_commit, origin
+from torch_kda.profiles.provenance import origin
 from torch_kda.tests.soak.run import Soak
 from torch_kda.tests.soak.subject import make_setup
 from torch_kda.tests.soak.witness import INJECTED
@@ -48,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     num_slots = len(soak.judge.found.slots)
     if num_slots < least:
         failures.append(f"only {num_slots} different slots were sampled, not {least}")
-    report = _origin(options) | {
+    command = ["python", "-m", "torch_kda.tests.soak", *sys.argv[1:]]
+    report = {
+        **origin(torch.device(options.device), options.commit, command),
         "seed": options.seed,
         "minutes": options.minutes,
         "seconds_to_start": round(start_seconds, 1),
@@ -83,20 +82,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for soak.json")
     parser.add_argument("--commit", help="what is tested; default: git's HEAD")
     return parser.parse_args(arguments)
-
-
-def _origin(options: argparse.Namespace) -> dict[str, Any]:
-    command = ["python", "-m", "torch_kda.tests.soak", *sys.argv[1:]]
-    if options.device != "cpu":
-        return origin(torch.device(options.device), options.commit, command)
-    return {
-        "gpu": None,
-        "cpu": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "commit": options.commit or head_commit(),
-        "command": " ".join(command),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    }
 
 
 def _peak_gib(device: str) -> float | None:
