@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import weakref
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from .. import __version__
 from ..cache.hashing import root_key
 from ..cache.prefix_cache import PrefixCache
 from ..cache.spec import common_spec
+from ..cache.storage import GIB
 from ..scheduler.scheduler import Scheduler
 from .config import EngineConfig, ModelConfig
 from .engine import Engine
@@ -34,17 +36,47 @@ def load_model(config: ModelConfig, engine: EngineConfig, folder: Path | None) -
 
     Raises:
         ValueError: the checkpoint is broken or another model's.
-        RuntimeError: the device is not there.
+        RuntimeError: the device is not there, or its memory can't hold the weights.
     """
     if engine.device != "cpu" and not torch.cuda.is_available():
         raise RuntimeError(f"device {engine.device!r}: torch finds no CUDA device; use 'cpu'")
     with torch.inference_mode():
-        model = KDAForCausalLM(config, engine.device)
+        model = _allocate(config, engine.device)
         if folder is None:
             model.random_init(engine.seed)
         else:
             load_checkpoint(model, folder)
     return model
+
+
+def _allocate(config: ModelConfig, device: str) -> KDAForCausalLM:
+    """A model without content.
+
+    A CPU is asked before: it hands out more memory than there is, and the process dies of the
+    first use.
+    """
+    needed = sum(weight.nbytes for weight in KDAForCausalLM(config, "meta").parameters())
+    there = _memory_bytes(device)
+    message = (
+        f"load_model: {config.name} with {config.num_hidden_layers} layers in {config.dtype} needs "
+        f"{needed / GIB:,.1f} GiB for its weights, and {device} has room for {there / GIB:,.1f}; "
+        "take fewer layers, a smaller model or another device"
+    )
+    if needed > there:
+        raise RuntimeError(message)
+    # torch raises OutOfMemoryError, a RuntimeError, on a GPU and plain RuntimeError on a CPU
+    try:
+        return KDAForCausalLM(config, device)
+    except RuntimeError as error:
+        raise RuntimeError(message) from error
+
+
+def _memory_bytes(device: str) -> int:
+    """What is free on a GPU, torch's own reserve included; all that a CPU has."""
+    if device == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserve
 
 
 def build_engine(
