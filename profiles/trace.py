@@ -309,11 +309,11 @@ def kernel_rows(events: Sequence[Event]) -> list[tuple[str, str, int, float, flo
         entry[0] += 1
         entry[1] += event.us
     busy = busy_us(found) or 1.0
-    rows = [
+    longest = sorted(sums.items(), key=lambda item: -item[1][1])
+    return [
         (op, name, int(calls), round(us, 1), round(us / busy, 5))
-        for (op, name), (calls, us) in sums.items()
+        for (op, name), (calls, us) in longest
     ]
-    return sorted(rows, key=lambda row: -row[3])
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -165,6 +165,12 @@ def test_reading_of_kernels() -> None:
     assert [row[0] for row in kernel_rows(events)].count("kda_prefill") == 2
 
 
+def test_kernel_rows_order() -> None:
+    """By the time itself: two may be alike in tenths of a us, and not in their shares."""
+    events = [Event(str(us), "kernel", 10 * us, us, 7, None) for us in (0.42, 0.44, 0.4)]
+    assert [row[1] for row in kernel_rows(events)] == ["0.44", "0.42", "0.4"]
+
+
 def test_load_events_file(out: Path) -> None:
     """Plain Chrome JSON, so that Perfetto opens it."""
     import gzip
