@@ -263,10 +263,8 @@ class KdaScanSm90:
         notes = Int32(0)
         is_last = Int32(0)
         while is_last == 0:
-            tile = Int32(NEVER)
             wanted = Int32(NO_SLOT)
             first = cursor
-            offset = border
             # to the next border that has a slot, and past all its entries
             while due <= length and (wanted == NO_SLOT or due <= border):
                 if due > border:
@@ -274,12 +272,13 @@ class KdaScanSm90:
                 is_here = due == border and due > 0 and slot >= 0 and slot < num_slots
                 if is_here and wanted == NO_SLOT:
                     wanted = slot
-                    offset = border
-                    tile = border // TILE - 1
                     first = cursor + 1
                 cursor += 1
                 due, slot = due_after, slot_after
                 due_after, slot_after = load_entry(mOffsets, mSlots, cursor + 1, cursor_end)
+            tile = Int32(NEVER)
+            if wanted != NO_SLOT:
+                tile = border // TILE - 1
             sts_b32(base + self.note_base + (notes & 1) * 4, tile)
             if notes > 0:
                 ptx.mbarrier_arrive(ready)
@@ -301,7 +300,7 @@ class KdaScanSm90:
             noted = wanted
             more = first
             stop = cursor
-            done = offset
+            done = border
             notes += 1
 
     @cute.jit
@@ -386,23 +385,20 @@ class KdaScanSm90:
             # invariant: r, and oacc = q~ S^T, are of this step, the state is decayed by its Et,
             # no product runs, the record after this one has landed
             for step in cutlass.range(tiles - 1, unroll=1):  # pyright: ignore[reportCallIssue]
+                if step > 0:  # the tile before goes out
+                    ptx.stg_b32x4(o_out, get(out, 0, 4))
+                    o_out += o_stride * TILE
                 self.update(state, oacc, r, low)
-                # in the shadow of the update: the tile before goes out, the next v comes in
+                # in the shadow of the update: the next v comes in
                 barrier = empty + 8 * stage
                 stage = ahead
-                low += RECORD_BYTES // 16
-                v_tile += self.v_bytes
-                if stage == 0:
-                    low = base16
-                    v_tile = v_load
+                low = base16 + stage * (RECORD_BYTES // 16)
+                v_tile = v_load + stage * self.v_bytes
                 ahead += 1
                 if ahead == self.stages:
                     ahead = Int32(0)
                     parity ^= 1
                 put(v, 0, ptx.ldmatrix_x4(v_tile, trans=True))
-                if step > 0:
-                    ptx.stg_b32x4(o_out, get(out, 0, 4))
-                    o_out += o_stride * TILE
                 et_at = low * 16 + et_load
                 # a step early, so that it is never on the critical path
                 if step + 2 < tiles:

@@ -17,8 +17,8 @@ class ScanTile:
 # With more CTAs than SMs, 128 rows read each record once: 0.57 us against 0.73 at H=96.
 # H200, profiles/results/kda_design.md
 SCAN_TILES = (
-    (ScanTile(rows=64, stages=6, parts=1), 1.0),
-    (ScanTile(rows=128, stages=6, parts=2), 1e9),
+    (ScanTile(rows=64, stages=8, parts=1), 1.0),
+    (ScanTile(rows=128, stages=7, parts=2), 1e9),
 )
 
 

@@ -60,6 +60,9 @@ def kda_decode(
         HAS_COUNTS=num_tokens is not None,
         OWNS_QK=HV == H,
         num_warps=num_warps,
+        # of a b + c d the compiler would fuse either product, and not the same one for every M: a
+        # row's bits must not depend on how many tokens come with it
+        enable_fp_fusion=False,
     )
     if HV != H:
         # several heads read a query/key window: it is written when all of them are done
@@ -173,7 +176,7 @@ def _decode_kernel(
         seen = tl.sum(tl.sum(state * k_tile, axis=1), axis=1)
         o = tl.sum(tl.sum(state * q_tile, axis=1), axis=1)
         u = beta * (v - seen)
-        state = state + u[:, None, None] * k_tile
+        state = tl.fma(u[:, None, None], k_tile, state)
         tl.store(state_base + slot * state_slot + in_state, state, mask=is_written)
         o = _anew(o + u * qk)
         o = o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * norm * sigmoid(z.to(tl.float32))

@@ -2,13 +2,16 @@
 
 Choices (a row and one of its experts) are laid out by expert, in the order in which they come. Few
 choices for each expert: kernels of ours, whose tiles hold 16 choices, so that the time is that of
-reading the weights. Many: torch's grouped matmul. A row's bits don't depend on the other rows as
-long as the call takes the same way.
+reading the weights; the fewest stay where they are, a tile each, since to sort them would take
+longer. Many: torch's grouped matmul. A row's bits don't depend on the other rows as long as the
+call takes one of our ways, or torch's.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportReturnType=false
 # The checker reads kernels as plain Python, and does not know a launch.
+
+from functools import partial
 
 import torch
 import triton
@@ -37,6 +40,7 @@ def moe(
     topk_weights: Tensor,
     *,
     few_choices: int = FEW_CHOICES,
+    fewest_choices: int = FEWEST_CHOICES,
     tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """`ops.moe.moe`; tile: choices, columns, depth, warps, stages. None: chosen by M."""
@@ -46,16 +50,23 @@ def moe(
         return y
     if k == 0:
         return y.zero_()
-    place, token, ends = _route(topk_ids, E)
+    is_sorted = M * k > min(fewest_choices, few_choices * E)
+    # by expert, or each choice where it stands
+    place, token, ends = _route(topk_ids, E) if is_sorted else (topk_ids, topk_ids, topk_ids)
     if M * k <= few_choices * E:
-        first = FEWEST_TILE if M * k <= FEWEST_CHOICES else FEW_TILE
-        hidden = _few(x, w13, token, ends, tile or first, is_swiglu=True)
-        expert_y = _few(hidden, w2, None, ends, tile or FEW_TILE, is_swiglu=False)
+        first = FEW_TILE if is_sorted else FEWEST_TILE
+        few = partial(_few, token=token, ends=ends, num_experts=k, is_sorted=is_sorted)
+        hidden = few(x, w13, tile=tile or first, is_swiglu=True)
+        expert_y = few(hidden, w2, tile=tile or FEW_TILE, is_swiglu=False)
     else:
         hidden = _many(x, w13, place, ends)
         expert_y = torch._grouped_mm(hidden, w2.mT, offs=ends)
     _combine_kernel[(M, triton.cdiv(dim, BLOCK))](
-        *(expert_y, place, topk_weights, y, dim), CHOICES=k, BLOCK=BLOCK, num_warps=4
+        *(expert_y, place, topk_weights, y, dim, E),
+        CHOICES=k,
+        IS_SORTED=is_sorted,
+        BLOCK=BLOCK,
+        num_warps=4,
     )
     return y
 
@@ -108,24 +119,30 @@ def _many(x: Tensor, w13: Tensor, place: Tensor, ends: Tensor) -> Tensor:
 def _few(
     x: Tensor,
     weight: Tensor,
-    token: Tensor | None,
-    ends: Tensor,
-    tile: tuple[int, int, int, int, int],
     *,
+    token: Tensor,
+    ends: Tensor,
+    num_experts: int,
+    tile: tuple[int, int, int, int, int],
     is_swiglu: bool,
+    is_sorted: bool,
 ) -> Tensor:
-    """x weight[e]^T for the choices of each expert e; `token` finds their rows of x, if given."""
+    """x weight[e]^T for the choices of each expert e; for the first product x has a row of several
+    choices, for the second one of each.
+
+    token, ends: as from `_route`; if not is_sorted, both are the experts of the choices.
+    """
     E, columns, depth = weight.shape
     columns = columns // 2 if is_swiglu else columns
-    num_choices = token.shape[0] if token is not None else x.shape[0]
+    num_choices = token.numel()
     out = x.new_empty(num_choices, columns)
     block_m, block_n, block_k, num_warps, num_stages = tile
     programs = SWIGLU_PROGRAMS if is_swiglu else PROGRAMS
     _few_kernel[(num_processors(x.device) * programs,)](
-        *(x, weight, ends if token is None else token, ends, out, columns, depth),
+        *(x, weight, token, ends, out, columns, depth, num_choices, num_experts),
         E=E,
         BLOCK_E=triton.next_power_of_2(E),
-        HAS_TOKENS=token is not None,
+        IS_SORTED=is_sorted,
         IS_SWIGLU=is_swiglu,
         TILE=block_m,
         BLOCK_N=block_n,
@@ -245,9 +262,17 @@ def _swiglu_kernel(both, hidden, ends, E, F, BLOCK: tl.constexpr):
     tl.store(hidden + row * F + column, value.to(hidden.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E"])
 def _combine_kernel(
-    expert_y, place, topk_weights, y, dim, CHOICES: tl.constexpr, BLOCK: tl.constexpr
+    expert_y,
+    place,
+    topk_weights,
+    y,
+    dim,
+    E,
+    CHOICES: tl.constexpr,
+    IS_SORTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Adds the choices of a row in their order: no atomics, always the same bits."""
     m = tl.program_id(0).to(tl.int64)
@@ -255,6 +280,8 @@ def _combine_kernel(
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for j in tl.static_range(CHOICES):
         at = tl.load(place + m * CHOICES + j).to(tl.int64)
+        if not IS_SORTED:  # it is the expert, and the choice stayed where it was
+            at = tl.where((at >= 0) & (at < E), m * CHOICES + j, -1)
         weight = tl.load(topk_weights + m * CHOICES + j)
         mask = (column < dim) & (at >= 0)
         value = tl.load(expert_y + at * dim + column, mask=mask, other=0.0).to(tl.float32)
@@ -262,7 +289,7 @@ def _combine_kernel(
     tl.store(y + m * dim + column, total.to(y.dtype.element_ty), mask=column < dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices", "k"])
 def _few_kernel(
     x,
     weight,
@@ -271,9 +298,11 @@ def _few_kernel(
     out,
     columns,
     depth,
+    num_choices,
+    k,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    HAS_TOKENS: tl.constexpr,
+    IS_SORTED: tl.constexpr,
     IS_SWIGLU: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -284,22 +313,35 @@ def _few_kernel(
 
     The weights are the left operand: a tensor core wants 64 rows there, but takes 16 columns.
     """
-    e = tl.arange(0, BLOCK_E)
-    end = tl.load(ends + e, mask=e < E, other=0)
-    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)
-    tiles = tl.where(e < E, (end - begin + TILE - 1) // TILE, 0)
-    tile_ends = tl.cumsum(tiles, axis=0)
+    if IS_SORTED:
+        e = tl.arange(0, BLOCK_E)
+        end = tl.load(ends + e, mask=e < E, other=0)
+        begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)
+        tiles = tl.where(e < E, (end - begin + TILE - 1) // TILE, 0)
+        tile_ends = tl.cumsum(tiles, axis=0)
+        num_tiles = tl.sum(tiles, axis=0)
+    else:
+        num_tiles = num_choices
     num_blocks = tl.cdiv(columns, BLOCK_N)
-    lane_k = tl.arange(0, BLOCK_K)
-    for item in range(tl.program_id(0), tl.sum(tiles, axis=0) * num_blocks, tl.num_programs(0)):
+    lane, lane_k = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    for item in range(tl.program_id(0), num_tiles * num_blocks, tl.num_programs(0)):
         tile, block = item // num_blocks, item % num_blocks
-        expert = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
-        tile -= tl.sum(tl.where(e < expert, tiles, 0), axis=0)
-        first = tl.sum(tl.where(e == expert, begin, 0), axis=0)
-        last = tl.sum(tl.where(e == expert, end, 0), axis=0)
-        choice = first + tile * TILE + tl.arange(0, TILE)
-        is_choice = choice < last
-        row = tl.load(token + choice, mask=is_choice, other=0) if HAS_TOKENS else choice
+        if IS_SORTED:
+            expert = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
+            tile -= tl.sum(tl.where(e < expert, tiles, 0), axis=0)
+            first = tl.sum(tl.where(e == expert, begin, 0), axis=0)
+            last = tl.sum(tl.where(e == expert, end, 0), axis=0)
+            choice = first + tile * TILE + lane
+            is_choice = choice < last
+        else:
+            expert = tl.load(ends + tile)
+            is_expert = (expert >= 0) & (expert < E)
+            expert = tl.where(is_expert, expert, 0)
+            choice = tile + lane
+            is_choice = (lane == 0) & is_expert
+        row = choice
+        if IS_SWIGLU:
+            row = tl.load(token + choice, mask=is_choice, other=0) if IS_SORTED else choice // k
         column = block * BLOCK_N + tl.arange(0, BLOCK_N)
         x_at = x + row.to(tl.int64)[None, :] * depth
         rows = 2 * columns if IS_SWIGLU else columns
@@ -307,15 +349,15 @@ def _few_kernel(
         acc = tl.full((BLOCK_N, TILE), 0.0, tl.float32)
         up = tl.full((BLOCK_N, TILE), 0.0, tl.float32)
         for k0 in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-            k = k0 + lane_k
-            is_weight = (column < columns)[:, None] & (k < depth)[None, :]
+            at_k = k0 + lane_k
+            is_weight = (column < columns)[:, None] & (at_k < depth)[None, :]
             value = tl.load(
-                x_at + k[:, None], mask=is_choice[None, :] & (k < depth)[:, None], other=0.0
+                x_at + at_k[:, None], mask=is_choice[None, :] & (at_k < depth)[:, None], other=0.0
             )
-            w = tl.load(w_at + k[None, :], mask=is_weight, other=0.0)
+            w = tl.load(w_at + at_k[None, :], mask=is_weight, other=0.0)
             acc = tl.dot(w, value, acc=acc, input_precision="ieee")
             if IS_SWIGLU:
-                w = tl.load(w_at + columns * depth + k[None, :], mask=is_weight, other=0.0)
+                w = tl.load(w_at + columns * depth + at_k[None, :], mask=is_weight, other=0.0)
                 up = tl.dot(w, value, acc=up, input_precision="ieee")
         if IS_SWIGLU:
             acc = acc * sigmoid(acc) * up

@@ -220,7 +220,7 @@ def expand_fp32(latent: Tensor, weight: Tensor, numbers: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("M", [1, 9])
+@pytest.mark.parametrize("M", [1, 8, 9], ids=["one", "as-they-stand", "sorted"])
 def test_moe_few(triton: Kernels, device: str, dtype: torch.dtype, M, nan_memory):
     case = moe_case(M, E=5, k=2, dim=24, F=16, dtype=dtype, device=device)
     op = triton["experts"].moe
