@@ -20,9 +20,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 
-from .kda_prepare_parts import THREADS, ldg_b32, lds_b32, sts_b32
+from .kda_prepare_parts import THREADS
 from .kda_record import TILE
-from .ptx import stg_b32x4
+from .ptx import ldg_b32, lds_b32, stg_b32x4, sts_b32
 
 # of lengths: two for each power of two of tiles, so lengths in a class differ by less than 1.5x
 NUM_CLASSES = 32

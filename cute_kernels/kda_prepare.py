@@ -23,27 +23,29 @@ from .kda_prepare_parts import (
     TRI_ROW,
     Place,
     at,
+    fma,
+    normalise,
+    row_address,
+    row_bytes,
+    select,
+)
+from .kda_prepare_softplus import SoftplusGate
+from .kda_record import DIM, ET, K_DECAYED, K_UPDATE, MQ, Q_DECAYED, RECORD_BYTES, SIDE_BYTES, TILE
+from .ptx import (
     bulk_store,
     ex2,
-    fma,
     ldg_bf16,
     ldg_f32,
     lds_b32,
     lds_f32x2,
     mma_bf16_k8,
-    normalise,
     rcp,
-    row_address,
-    row_bytes,
-    select,
     stg_b32,
     sts_b32,
     sts_f32,
     sts_f32x2,
     sts_f32x4,
 )
-from .kda_prepare_softplus import SoftplusGate
-from .kda_record import DIM, ET, K_DECAYED, K_UPDATE, MQ, Q_DECAYED, RECORD_BYTES, SIDE_BYTES, TILE
 
 BF16_LOWEST_PAIR = -0x800081  # 0xFF7FFF7F
 

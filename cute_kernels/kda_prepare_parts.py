@@ -1,14 +1,14 @@
-"""What both gates of prepare share: shared memory, a thread's place in it, single instructions."""
+"""What both gates of prepare share: shared memory, and a thread's place in it."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import select_
 
 from .kda_record import RECORD_BYTES, SIDE_BYTES, TILE
+from .ptx import lds_f32, rsqrt, sts_f32
 
 THREADS = 64  # a warp for each half of the channels, two neighbouring channels a thread
 LOG2E = 1.4426950408889634
@@ -79,109 +79,9 @@ def normalise(place: Place, scale: Float32) -> Any:
     return norms
 
 
-def op(results: list[Any], text: str, *args: Any, memory: bool = False) -> Any:
-    """One PTX instruction; operands $0.. are the results, then the arguments.
-
-    Without effects on memory the compiler may move and merge it.
-    """
-    letters = {Float32: "f", Int32: "r", Int64: "l"}
-    constraints = ["=" + letters[kind] for kind in results] + [letters[type(arg)] for arg in args]
-    types = [kind.mlir_type for kind in results]
-    result_type = llvm.StructType.get_literal(types) if len(types) > 1 else (types or [None])[0]
-    out = llvm.inline_asm(
-        result_type,
-        [arg.ir_value() for arg in args],
-        text,
-        ",".join(constraints + ["~{memory}"] * memory),
-        has_side_effects=memory,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-    if len(results) < 2:
-        return results[0](out) if results else None
-    return [kind(llvm.extractvalue(kind.mlir_type, out, [i])) for i, kind in enumerate(results)]
-
-
-def ex2(x: Any) -> Any:
-    return op([Float32], "ex2.approx.ftz.f32 $0, $1;", Float32(x))
-
-
-def lg2(x: Any) -> Any:
-    return op([Float32], "lg2.approx.ftz.f32 $0, $1;", Float32(x))
-
-
-def rcp(x: Any) -> Any:
-    return op([Float32], "rcp.approx.ftz.f32 $0, $1;", Float32(x))
-
-
-def rsqrt(x: Any) -> Any:
-    return op([Float32], "rsqrt.approx.ftz.f32 $0, $1;", Float32(x))
-
-
 def fma(a: Any, b: Any, c: Any) -> Any:
     return cute.math.fma(Float32(a), Float32(b), Float32(c))
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:
     return Float32(select_(condition, Float32(a), Float32(b)))
-
-
-def lds_b32(address: Any) -> Any:
-    return op([Int32], "ld.shared.b32 $0, [$1];", Int32(address), memory=True)
-
-
-def lds_f32(address: Any) -> Any:
-    return op([Float32], "ld.shared.f32 $0, [$1];", Int32(address), memory=True)
-
-
-def lds_f32x2(address: Any) -> Any:
-    return op([Float32] * 2, "ld.shared.v2.f32 {$0, $1}, [$2];", Int32(address), memory=True)
-
-
-def sts_b32(address: Any, x: Any) -> None:
-    op([], "st.shared.b32 [$0], $1;", Int32(address), Int32(x), memory=True)
-
-
-def sts_f32(address: Any, x: Any) -> None:
-    op([], "st.shared.f32 [$0], $1;", Int32(address), Float32(x), memory=True)
-
-
-def sts_f32x2(address: Any, x: Any) -> None:
-    op([], "st.shared.v2.f32 [$0], {$1, $2};", Int32(address), *map(Float32, x), memory=True)
-
-
-def sts_f32x4(address: Any, x: Any) -> None:
-    text = "st.shared.v4.f32 [$0], {$1, $2, $3, $4};"
-    op([], text, Int32(address), *map(Float32, x), memory=True)
-
-
-def ldg_b32(address: Any) -> Any:
-    return op([Int32], "ld.global.b32 $0, [$1];", Int64(address), memory=True)
-
-
-def ldg_f32(address: Any) -> Any:
-    return op([Float32], "ld.global.f32 $0, [$1];", Int64(address), memory=True)
-
-
-def ldg_bf16(address: Any) -> Any:
-    text = "{ .reg .b16 x; ld.global.b16 x, [$1]; mov.b32 $0, {0, x}; }"
-    return op([Float32], text, Int64(address), memory=True)
-
-
-def stg_b32(address: Any, x: Any) -> None:
-    op([], "st.global.b32 [$0], $1;", Int64(address), Int32(x), memory=True)
-
-
-def mma_bf16_k8(acc: Any, a: Any, b: Any) -> Any:
-    """acc + a b for one m16n8k8 tile: half of `ptx.mma_bf16`'s depth."""
-    text = (
-        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
-        "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
-    )
-    return op([Float32] * 4, text, *map(Int32, (*a, b)), *map(Float32, acc))
-
-
-def bulk_store(address: Any, shared: Any, num_bytes: int) -> None:
-    """A contiguous piece shared -> global by the copy engine."""
-    text = f"cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], {num_bytes};"
-    op([], text, Int64(address), Int32(shared), memory=True)

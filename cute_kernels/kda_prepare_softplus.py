@@ -7,28 +7,9 @@ from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import select_
 
 from . import ptx
-from .kda_prepare_parts import (
-    LOG2E,
-    NORMS,
-    SUMS,
-    TRI,
-    TRI_ROW,
-    Place,
-    at,
-    ex2,
-    fma,
-    lds_b32,
-    lds_f32,
-    lds_f32x2,
-    lg2,
-    normalise,
-    op,
-    select,
-    sts_b32,
-    sts_f32,
-    sts_f32x2,
-)
+from .kda_prepare_parts import LOG2E, NORMS, SUMS, TRI, TRI_ROW, Place, at, fma, normalise, select
 from .kda_record import HALF_BYTES, K_DECAYED, K_UPDATE, MQ, Q_DECAYED, SIDE_BYTES, TILE
+from .ptx import ex2, lds_b32, lds_f32, lds_f32x2, lg2, op, sts_b32, sts_f32, sts_f32x2
 
 LEVELS = (1, 2, 4, 8)
 # Rows 0-7 of a tile of each side: q of a level's odd rows. What lies between the sides is not used:

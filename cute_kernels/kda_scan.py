@@ -13,9 +13,10 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import ptx
-from .kda_prepare_parts import bulk_store, lds_b32, row_bytes, sts_b32, sts_f32x4
+from .kda_prepare_parts import row_bytes
 from .kda_record import DIM, ET, K_UPDATE, MQ, RECORD_BYTES, SIDE_BYTES, TILE
 from .kda_scan_parts import NEVER, NO_SLOT, corner, load_entry, load_state, pick, store_state
+from .ptx import bulk_store, lds_b32, sts_b32, sts_f32x4
 
 # upper halves of wgmma matrix descriptors: swizzle kind, 8-row stride / 16
 SW128 = 0x40000000 | (1024 >> 4)

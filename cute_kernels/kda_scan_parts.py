@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, range_constexpr
 
 from . import ptx
-from .kda_prepare_parts import op
 from .kda_record import DIM
+from .ptx import op
 
 NEVER = 0x7FFFFFFF
 NO_SLOT = -1
