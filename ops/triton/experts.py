@@ -333,12 +333,13 @@ def _few_kernel(
             last = tl.sum(tl.where(e == expert, end, 0), axis=0)
             choice = first + tile * TILE + lane
             is_choice = choice < last
+            end_k = depth
         else:
             expert = tl.load(ends + tile)
-            is_expert = (expert >= 0) & (expert < E)
-            expert = tl.where(is_expert, expert, 0)
             choice = tile + lane
+            is_expert = (expert >= 0) & (expert < E)
             is_choice = (lane == 0) & is_expert
+            end_k = tl.where(is_expert, depth, 0)  # without an expert nothing is read
         row = choice
         if IS_SWIGLU:
             row = tl.load(token + choice, mask=is_choice, other=0) if IS_SORTED else choice // k
@@ -348,7 +349,7 @@ def _few_kernel(
         w_at = weight + expert.to(tl.int64) * rows * depth + column[:, None] * depth
         acc = tl.full((BLOCK_N, TILE), 0.0, tl.float32)
         up = tl.full((BLOCK_N, TILE), 0.0, tl.float32)
-        for k0 in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        for k0 in tl.range(0, end_k, BLOCK_K, num_stages=STAGES):
             at_k = k0 + lane_k
             is_weight = (column < columns)[:, None] & (at_k < depth)[None, :]
             value = tl.load(
