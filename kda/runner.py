@@ -137,7 +137,7 @@ class ModelRunner:
             self.graphs.replay(recorded)
             logits = self._logits
         else:
-            takes = any(row.prev_row >= 0 for row in batch.rows)
+            takes = any(row >= 0 for row in batch.columns.prev_row)
             logits = self._step(shape, takes_tokens=takes)
         asked, num_logits = self.buffers.sampling, self._num_logits(shape)
         reported = NOT_ASKED
@@ -152,9 +152,9 @@ class ModelRunner:
         """Wait for a launched step and read its tokens."""
         if launched.copied is not None:
             launched.copied.synchronize()
-        rows = launched.batch.rows
+        samples = launched.batch.columns.samples
         ids = launched.host.token_ids.tolist()
-        tokens = [(token,) if row.samples else () for token, row in zip(ids, rows, strict=True)]
+        tokens = [(token,) if is_new else () for token, is_new in zip(ids, samples, strict=True)]
         return StepResult(tokens, _logprobs(launched))
 
     @contextmanager
@@ -194,7 +194,7 @@ class ModelRunner:
         return drawn.logprobs, drawn.top_ids, drawn.top_logprobs
 
     def _copy_out(self, batch: ScheduledBatch, reported: Reported) -> LaunchedStep:
-        count = len(batch.rows)
+        count = batch.num_rows
         host, copied = self._hosts[self._turn]
         host = host[:count]
         self._turn = (self._turn + 1) % len(self._hosts)
@@ -241,7 +241,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         shape = exact_shape(0, config.max_num_batched_tokens)
-        inputs = self.buffers.fill(ScheduledBatch(0, ()), *shape)
+        inputs = self.buffers.fill(ScheduledBatch.of(0, ()), *shape)
         self.model(inputs, self.pools.state, self.pools.conv, self.pools.kv)
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
@@ -301,7 +301,7 @@ class ModelRunner:
         return shape.D + (self.buffers.max_prefill_rows if shape.T else 0)
 
     def _fill_padding(self, shape: Shape) -> None:
-        self.buffers.fill(ScheduledBatch(0, ()), *shape)
+        self.buffers.fill(ScheduledBatch.of(0, ()), *shape)
 
 
 def _load_kernels(model: KDAForCausalLM, device: torch.device) -> None:
@@ -320,12 +320,12 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _logprobs(launched: LaunchedStep) -> Sequence[Sequence[TokenLogprobs]]:
-    rows, host = launched.batch.rows, launched.host
-    found: list[Sequence[TokenLogprobs]] = [()] * len(rows)
+    batch, host = launched.batch, launched.host
+    found: list[Sequence[TokenLogprobs]] = [()] * batch.num_rows
     if host.logprobs is None or host.top_ids is None or host.top_logprobs is None:
         return found
     own, ids, values = host.logprobs.tolist(), host.top_ids.tolist(), host.top_logprobs.tolist()
-    for i, row in enumerate(rows):
+    for i, row in enumerate(batch.rows):
         count = row.sampling.logprobs
         if row.samples and count is not None:
             top = tuple(zip(ids[i][:count], values[i][:count], strict=True))

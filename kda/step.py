@@ -146,28 +146,26 @@ class StepBuffers:
             num_prefill_tokens: T, a multiple of 16. None: the batch's own, rounded up.
         """
         num_decode = batch.num_decode_rows
-        decode, prefill = batch.rows[:num_decode], batch.rows[num_decode:]
-        columns = _columns(batch.rows)
-        tokens = batch.num_prefill_tokens
+        num_prefill, tokens = batch.num_rows - num_decode, batch.num_prefill_tokens
         D = num_decode if num_decode_rows is None else num_decode_rows
         T = _round_up(tokens, TOKEN_ALIGNMENT) if num_prefill_tokens is None else num_prefill_tokens
-        self._assert_fits(num_decode, tokens, len(prefill), D, T)
+        self._assert_fits(num_decode, tokens, num_prefill, D, T)
         layout = self._layout(D, T)
         host, (packed, arrays, paddings) = self._hosts[self._turn], layout.hosts[self._turn]
         self._turn = (self._turn + 1) % len(self._hosts)
         self._await(host)
         for array, padding in paddings:
             array.fill(padding)
-        if not decode:
+        if not num_decode:
             host.write_blocks(0, D, ())
         elif self.row_tokens == 1:
-            self._fill_decode(host, arrays, columns, num_decode, D)
+            self._fill_decode(host, arrays, batch, D)
         else:
-            self._fill_drafts(host, arrays, decode, D)
+            self._fill_drafts(host, arrays, batch.rows[:num_decode], D)
         # without prefill tokens there are no sequences, and both prefix sums are their first 0
         if T > 0:
-            self._fill_prefill(host, arrays, prefill, D, num_decode)
-        self._fill_draws(arrays, columns if self.row_tokens == 1 else self._expand(batch.rows))
+            self._fill_prefill(host, arrays, batch.prefill_rows, D, num_decode)
+        self._fill_draws(arrays, batch if self.row_tokens == 1 else self._expand(batch))
         if self._device is not host.packed:
             layout.packed.copy_(packed, non_blocking=True)
             host.is_read = True
@@ -257,24 +255,25 @@ class StepBuffers:
         assert num_prefill <= self.max_prefill_rows, f"{num_prefill=} {self.max_prefill_rows=}"
 
     def _fill_decode(
-        self, host: "_Host", arrays: dict[str, np.ndarray], columns: Any, n: int, D: int
+        self, host: "_Host", arrays: dict[str, np.ndarray], batch: ScheduledBatch, D: int
     ) -> None:
         """Rows of one token each, in few calls: this runs between two steps of the device."""
-        if n < len(columns.start):
+        columns: Any = batch.columns
+        n = batch.num_decode_rows
+        if n < batch.num_rows:
             columns = ScheduledRow._make([column[:n] for column in columns])
         table = host.write_blocks(0, D, columns.block_table)
-        starts = np.array(columns.start, dtype=np.int32)
-        kv_starts = np.array(columns.kv_start, dtype=np.int32)
         arrays["decode_src_slots"][:n] = columns.src_slot
         arrays["decode_dst_slots"][:n, 0] = [slot for (slot,) in columns.dst_slots]
         arrays["input_ids"][:n] = [token for (token,) in columns.token_ids]
         arrays["prev_rows"][:n] = columns.prev_row
-        arrays["seq_lens"][:n] = columns.end
         every = self._positions[:n]
         arrays["sample_rows"][:n] = every
+        starts = np.array(columns.start, dtype=np.int32)
+        np.add(starts, 1, out=arrays["seq_lens"][:n])
+        # a token is new when it is decoded, and so is its KV
         blocks, offsets = np.divmod(starts, self.block_size)
-        places = table[every, blocks] * self.block_size + offsets
-        arrays["slot_mapping"][:n] = np.where(starts >= kv_starts, places, -1)
+        np.add(table[every, blocks] * self.block_size, offsets, out=arrays["slot_mapping"][:n])
 
     def _fill_drafts(
         self, host: "_Host", arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], D: int
@@ -339,17 +338,19 @@ class StepBuffers:
         sampled = num_decode * self.row_tokens
         arrays["sample_rows"][sampled : sampled + n] = last
 
-    def _expand(self, rows: Sequence[ScheduledRow]) -> Any:
-        """The columns of rows of logits, of which a decode row has one for each of its tokens."""
+    def _expand(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """A row for each row of logits, of which a decode row has one for each of its tokens."""
         M = self.row_tokens
-        ahead = [(row, i) for row in rows for i in range(M if row.is_decode else 1)]
-        return _columns([row._replace(sample_index=row.sample_index + i) for row, i in ahead])
+        ahead = [(row, i) for row in batch.rows for i in range(M if row.is_decode else 1)]
+        rows = [row._replace(sample_index=row.sample_index + i) for row, i in ahead]
+        return ScheduledBatch.of(batch.step, rows)
 
-    def _fill_draws(self, arrays: dict[str, np.ndarray], columns: Any) -> None:
+    def _fill_draws(self, arrays: dict[str, np.ndarray], batch: ScheduledBatch) -> None:
         """Temperature and key of each row of logits, if one draws.
 
         Most steps have the rows of the step before, so what these ask for is looked up once.
         """
+        columns = batch.columns
         params = columns.sampling
         if not all(columns.samples):
             pairs = zip(params, columns.samples, strict=True)
@@ -432,11 +433,6 @@ class _Host:
                 table[i, size : len(known)] = 0
             self.tables[i] = blocks
         return table[first : first + count]
-
-
-def _columns(rows: Sequence[ScheduledRow]) -> Any:
-    """Each field of all rows, as if they were one row."""
-    return ScheduledRow._make(zip(*rows, strict=True) if rows else [()] * len(ScheduledRow._fields))
 
 
 def _dtype(name: str) -> torch.dtype:

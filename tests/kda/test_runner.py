@@ -60,7 +60,7 @@ def row(
 
 
 def run(runner: ModelRunner, *rows: ScheduledRow) -> StepResult:
-    return runner.run(ScheduledBatch(0, rows))
+    return runner.run(ScheduledBatch.of(0, rows))
 
 
 def generate(runner: ModelRunner, tokens: list[int], count: int, slot: int, blocks: int):
@@ -157,11 +157,11 @@ def test_launch_two_in_flight(runner: ModelRunner):
     """The step after is launched before this one's token is read: it takes it on the device."""
     expected = generate(runner, PROMPT, 3, slot=0, blocks=0)
     batches = [
-        ScheduledBatch(0, (row(PROMPT, 0, 75, -1, 1, 8),)),
-        ScheduledBatch(
+        ScheduledBatch.of(0, (row(PROMPT, 0, 75, -1, 1, 8),)),
+        ScheduledBatch.of(
             1, (row([*PROMPT, 0], 75, 76, 1, 1, 8, is_decode=True, prev_row=0, sample_index=1),)
         ),
-        ScheduledBatch(
+        ScheduledBatch.of(
             2, (row([*PROMPT, 0, 0], 76, 77, 1, 1, 8, is_decode=True, prev_row=0, sample_index=2),)
         ),
     ]

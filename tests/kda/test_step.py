@@ -137,7 +137,7 @@ def random_batch(rng: random.Random, K: int) -> ScheduledBatch:
         random_row(rng, slots, decode=False, most=rng.choice([1, 20, 36]))
         for _ in range(rng.choice([0, 0, 1, 5]))
     ]
-    return ScheduledBatch(0, (*decode, *prefill))
+    return ScheduledBatch.of(0, (*decode, *prefill))
 
 
 @pytest.mark.parametrize("K", [0, 2])
@@ -176,7 +176,7 @@ def test_fill_looks_up_the_same_rows_once() -> None:
             )
             for asked in params
         ]
-        into.fill(ScheduledBatch(0, tuple(made)))
+        into.fill(ScheduledBatch.of(0, tuple(made)))
         return into.sampling, into.temperature[:2].tolist(), into.keys[:2].tolist()
 
     plan, temperatures, keys = fill(greedy, drawn)
@@ -189,13 +189,13 @@ def test_fill_looks_up_the_same_rows_once() -> None:
     assert fill(drawn)[1] == [1, 0]
     assert fill(drawn, samples=False)[0].is_greedy
     assert not fill(drawn)[0].is_greedy
-    into.fill(ScheduledBatch(0, ()))
+    into.fill(ScheduledBatch.of(0, ()))
     assert into.sampling.takes_argmax
 
 
 def test_fill_sizes_by_default() -> None:
     """Without a layout: the batch's own D, and T rounded up to a multiple of 16."""
-    batch = ScheduledBatch(
+    batch = ScheduledBatch.of(
         0,
         (
             row([1], 3, src=0, dst=1, blocks=array("i", [5]), decode=True),
@@ -208,7 +208,7 @@ def test_fill_sizes_by_default() -> None:
 
 
 def test_fill_exports_are_sorted() -> None:
-    batch = ScheduledBatch(
+    batch = ScheduledBatch.of(
         0,
         (row([1] * 50, 16, src=0, dst=1, blocks=array("i", range(5)), exports=((64, 3), (32, 4))),),
     )
@@ -220,7 +220,7 @@ def test_fill_exports_are_sorted() -> None:
 def test_fill_keeps_addresses() -> None:
     """A (D, T) has the same memory each time, so a captured graph can be replayed."""
     into, rng = buffers(), random.Random(1)
-    empty = ScheduledBatch(0, ())
+    empty = ScheduledBatch.of(0, ())
     first = [x.data_ptr() for x in (*into.fill(empty, 3, 32), into.temperature, into.keys)]
     for _ in range(5):
         into.fill(random_batch(rng, 0), 6, 192)
@@ -232,14 +232,14 @@ def test_fill_keeps_addresses() -> None:
 def test_fill_keeps_few_layouts() -> None:
     into = buffers(max_prefill_tokens=16 * 3000)
     for T in range(16, 16 * 1100, 16):
-        into.fill(ScheduledBatch(0, ()), 0, T)
+        into.fill(ScheduledBatch.of(0, ()), 0, T)
     assert len(into._layouts) < 1024
 
 
 @pytest.mark.parametrize("D,T", [(7, 0), (0, 208), (1, 8)])
 def test_fill_asserts_capacity(D: int, T: int) -> None:
     with pytest.raises(AssertionError, match="=7|=208|T=8"):
-        buffers().fill(ScheduledBatch(0, ()), D, T)
+        buffers().fill(ScheduledBatch.of(0, ()), D, T)
 
 
 def test_take_tokens() -> None:
@@ -251,7 +251,7 @@ def test_take_tokens() -> None:
         row([0], 9, src=4, dst=5, blocks=array("i", [2]), decode=True, prev_row=0),
         row([7, 8, 0], 0, src=-1, dst=6, blocks=array("i", [3]), prev_row=1),
     ]
-    inputs = into.fill(ScheduledBatch(0, tuple(rows)), 4, 16)
+    inputs = into.fill(ScheduledBatch.of(0, tuple(rows)), 4, 16)
     into.take_tokens(inputs, into.prev_rows, torch.tensor([90, 91, 92]))
     assert inputs.input_ids.tolist() == [92, 44, 90, 0, 7, 8, 91, *[0] * 13]
 
