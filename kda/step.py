@@ -354,9 +354,9 @@ class StepBuffers:
         params = columns.sampling
         if not all(columns.samples):
             pairs = zip(params, columns.samples, strict=True)
-            params = [asked if samples else GREEDY for asked, samples in pairs]
-        known, n = self.sampling.params, len(params)
-        if n != len(known) or any(map(is_not, params, known)):
+            params = tuple([asked if samples else GREEDY for asked, samples in pairs])
+        n = len(params)
+        if params != self.sampling.params:
             self.sampling = SamplingPlan(params)
         if self.sampling.is_greedy:
             return
