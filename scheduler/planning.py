@@ -67,7 +67,7 @@ class Pass:
         self.admits = True  # whether a waiting request may still come in
         self.starved: tuple[int, int] | None = None  # order of the first one that lacks room
         self.barrier: tuple[int, int] | None = None  # order of the first one preempted here
-        self.decode_rows: list[tuple] = []  # what differs between decode rows: see `_columns`
+        self.decode_rows: list[tuple] = []  # fields that differ between them, as `_columns` reads
         self.decode_lives: list[LiveRequest] = []
         self.prefills: list[_PrefillRow] = []
         self.pinned_slots: list[int] = []
@@ -118,6 +118,7 @@ class Pass:
         else:
             token_ids, prev_row = (0,), live.last_row
         src = slots[0]
+        # the table covers what was there before, and a unit begins where a block does
         if start % block_size == 0 or end - start > 1:
             missing = -(-end // block_size) - len(live.table)
             if missing > 0 and not self._take_blocks(live, missing):
@@ -407,8 +408,8 @@ class Pass:
             zip(*self.decode_rows, strict=True) if n else [()] * 10
         )
         always, none = (True,) * n, ((),) * n
-        rows: Any = ScheduledRow
-        columns = rows(
+        of_columns: Any = ScheduledRow
+        columns = of_columns(
             request_id=names,
             is_decode=always,
             start=starts,
