@@ -4,13 +4,14 @@ import logging
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
 
 from ..scheduler.batch import ScheduledBatch
-from ..scheduler.request import Request, RequestOutput, SamplingParams
+from ..scheduler.request import Request, RequestOutputs, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from .config import ModelConfig
 from .output import OutputText
@@ -30,16 +31,6 @@ class RequestUpdate(NamedTuple):
     num_cached_tokens: int  # of the prompt, found when it was admitted
     finish_reason: str | None  # "stop", "length" or "error"; None: it goes on
     error: str | None  # what went wrong, with finish_reason "error"
-
-
-# a named tuple's own constructor takes twice as long
-_new = tuple.__new__
-
-
-@dataclass(slots=True)
-class _Running:
-    request: Request
-    text: OutputText | None  # None: there is no tokenizer
 
 
 class _Flight(NamedTuple):
@@ -80,7 +71,8 @@ class Engine:
         self.max_steps_in_flight = max_steps_in_flight
         self._seeds = random.Random(seed)
         self._num_submitted = 0
-        self._running: dict[str, _Running] = {}
+        # those that have not ended; a text is None if there is no tokenizer
+        self._running: dict[str, tuple[Request, OutputText | None]] = {}
         self._flights: deque[_Flight] = deque()  # oldest first
 
     @property
@@ -163,7 +155,7 @@ class Engine:
         )
         self.scheduler.enqueue(request)
         text = OutputText(self.tokenizer, sampling.stop) if self.tokenizer else None
-        self._running[request_id] = _Running(request, text)
+        self._running[request_id] = (request, text)
         self._num_submitted += 1
         return request_id
 
@@ -190,7 +182,7 @@ class Engine:
         """Fill up the steps in flight. The device starts on one when the one before it is done."""
         while len(self._flights) < self.max_steps_in_flight:
             batch = self.scheduler.schedule()
-            if not batch.rows:
+            if not batch.num_rows:
                 return
             try:
                 launched = self.runner.launch(batch)
@@ -209,7 +201,7 @@ class Engine:
         except Exception as error:
             return _logged(batch, error)
 
-    def _retire(self, batch: ScheduledBatch, result: StepResult | Exception) -> list[RequestOutput]:
+    def _retire(self, batch: ScheduledBatch, result: StepResult | Exception) -> RequestOutputs:
         if isinstance(result, Exception):
             return self.scheduler.fail(batch, f"{type(result).__name__}: {result}")
         return self.scheduler.commit(batch, result.token_ids)
@@ -218,41 +210,40 @@ class Engine:
         self,
         batch: ScheduledBatch,
         result: StepResult | Exception,
-        outputs: Sequence[RequestOutput],
+        outputs: RequestOutputs,
     ) -> list[RequestUpdate]:
         found: dict[str, Sequence[TokenLogprobs]] = {}
         if isinstance(result, StepResult) and any(result.logprobs):
             found = {
-                row.request_id: logprobs
-                for row, logprobs in zip(batch.rows, result.logprobs, strict=True)
+                request_id: logprobs
+                for request_id, logprobs in zip(
+                    batch.columns.request_id, result.logprobs, strict=True
+                )
                 if logprobs
             }
-        return [self._update(output, found) for output in outputs]
-
-    def _update(
-        self, output: RequestOutput, found: dict[str, Sequence[TokenLogprobs]]
-    ) -> RequestUpdate:
-        request_id, token_ids, reason, error = output
-        running = self._running[request_id]
-        text = ""
-        if running.text is not None:
-            text = running.text.push(token_ids)
-            if running.text.is_stopped:
-                if reason is None:
-                    self.scheduler.finish(request_id, "stop")
-                reason = "stop"
-            elif reason is not None:
-                text += running.text.finish()
-        if reason is not None:
-            del self._running[request_id]
-        cached = running.request.num_cached_tokens
-        logprobs = found[request_id][: len(token_ids)] if request_id in found else ()
-        update = (request_id, text, token_ids, logprobs, cached, reason, error)
-        return _new(RequestUpdate, update)
+        updates = []
+        for request_id, token_ids, reason, error in outputs.tuples:
+            request, output_text = self._running[request_id]
+            text = ""
+            if output_text is not None:
+                text = output_text.push(token_ids)
+                if output_text.is_stopped:
+                    if reason is None:
+                        self.scheduler.finish(request_id, "stop")
+                    reason = "stop"
+                elif reason is not None:
+                    text += output_text.finish()
+            if reason is not None:
+                del self._running[request_id]
+            logprobs = found[request_id][: len(token_ids)] if request_id in found else ()
+            cached = request.num_cached_tokens
+            updates.append((request_id, text, token_ids, logprobs, cached, reason, error))
+        # a named tuple's own constructor takes twice as long
+        return list(map(tuple.__new__, repeat(RequestUpdate), updates))
 
 
 def _logged(batch: ScheduledBatch, error: Exception) -> Exception:
-    log.error("step %d with %d rows failed", batch.step, len(batch.rows), exc_info=error)
+    log.error("step %d with %d rows failed", batch.step, batch.num_rows, exc_info=error)
     return error
 
 

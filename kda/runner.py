@@ -4,15 +4,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache.storage import Pools
-from ..scheduler.batch import ScheduledBatch, ScheduledRow
-from ..scheduler.request import SamplingParams
+from ..scheduler.batch import ScheduledBatch
 from .buckets import MIN_ROWS, Buckets, Shape, exact_shape
 from .compilation import CompileCache, compile_model
 from .config import EngineConfig
@@ -25,8 +23,6 @@ from .step import StepBuffers, StepInputs, mark_sizes
 # pools on a CPU: the tiny model keeps 100 conversations in it, and filling it takes 0.1 s
 CPU_POOL_BYTES = 256 << 20
 NUM_IN_FLIGHT = 2  # steps launched and not finished, at most
-GREEDY = SamplingParams(temperature=0)
-DRAWING = ("temperature", "keys")  # what a draw without filters reads
 
 Reported = tuple[Tensor | None, Tensor | None, Tensor | None]  # Sampled's, but for its tokens
 NOT_ASKED: Reported = (None, None, None)
@@ -118,7 +114,6 @@ class ModelRunner:
             self.graphs: StepGraphs | None = None
             # written by recorded steps, outside of the graphs' pool: good until the next one
             self._logits = torch.empty(0, device=self.device)
-            self._drawing = SamplingRows.pack([], [], 0, self.device)
             self.captured: CaptureSummary | None = None
             self.compile_seconds = 0.0
             self.is_warm_start = False
@@ -134,7 +129,6 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Queue a step. A row with `prev_row` takes its token from the launch before this."""
-        rows = batch.rows
         num_rows, num_tokens = batch.num_decode_rows, batch.num_prefill_tokens
         recorded = self.graphs.find(num_rows, num_tokens) if self.graphs else None
         shape = recorded or exact_shape(num_rows, num_tokens)
@@ -143,20 +137,24 @@ class ModelRunner:
             self.graphs.replay(recorded)
             logits = self._logits
         else:
-            takes = any(row.prev_row >= 0 for row in rows)
+            takes = any(row >= 0 for row in batch.columns.prev_row)
             logits = self._step(shape, takes_tokens=takes)
+        asked, num_logits = self.buffers.sampling, self._num_logits(shape)
         reported = NOT_ASKED
-        if not _all_take_argmax(rows):
-            reported = self._draw_others(rows, logits[: self._num_logits(shape)])
+        if self.graphs and recorded and asked.is_plain:
+            if not asked.is_greedy:
+                self.graphs.draw(num_logits)
+        elif not asked.takes_argmax:
+            reported = self._draw_others(logits[:num_logits])
         return self._copy_out(batch, reported)
 
     def finish(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and read its tokens."""
         if launched.copied is not None:
             launched.copied.synchronize()
-        rows = launched.batch.rows
+        samples = launched.batch.columns.samples
         ids = launched.host.token_ids.tolist()
-        tokens = [(token,) if row.samples else () for token, row in zip(ids, rows, strict=True)]
+        tokens = [(token,) if is_new else () for token, is_new in zip(ids, samples, strict=True)]
         return StepResult(tokens, _logprobs(launched))
 
     @contextmanager
@@ -185,23 +183,18 @@ class ModelRunner:
         torch.argmax(logits, dim=-1, out=self.tokens[: logits.shape[0]])
         return logits
 
-    def _draw_others(self, rows: Sequence[ScheduledRow], logits: Tensor) -> Reported:
+    def _draw_others(self, logits: Tensor) -> Reported:
         """Tokens of rows that are not greedy, and log probabilities where they are asked for."""
-        params = [row.sampling if row.samples else GREEDY for row in rows]
-        indices = [row.sample_index for row in rows]
-        packed = SamplingRows.pack(params, indices, logits.shape[0], self.device)
-        is_plain = not packed.is_filtered and packed.num_logprobs is None
-        if self.graphs and is_plain and logits.data_ptr() == self._logits.data_ptr():
-            for name in DRAWING:
-                getattr(self._drawing, name)[: len(logits)].copy_(getattr(packed, name))
-            self.graphs.draw(len(logits))
-            return NOT_ASKED
-        drawn = sample(logits, packed)
-        self.tokens[: len(logits)].copy_(drawn.token_ids)
+        buffers, count = self.buffers, len(logits)
+        rows = SamplingRows.pack(
+            buffers.sampling, buffers.temperature[:count], buffers.keys[:count]
+        )
+        drawn = sample(logits, rows)
+        self.tokens[:count].copy_(drawn.token_ids)
         return drawn.logprobs, drawn.top_ids, drawn.top_logprobs
 
     def _copy_out(self, batch: ScheduledBatch, reported: Reported) -> LaunchedStep:
-        count = len(batch.rows)
+        count = batch.num_rows
         host, copied = self._hosts[self._turn]
         host = host[:count]
         self._turn = (self._turn + 1) % len(self._hosts)
@@ -248,7 +241,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         shape = exact_shape(0, config.max_num_batched_tokens)
-        inputs = self.buffers.fill(ScheduledBatch(0, ()), *shape)
+        inputs = self.buffers.fill(ScheduledBatch.of(0, ()), *shape)
         self.model(inputs, self.pools.state, self.pools.conv, self.pools.kv)
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
@@ -287,7 +280,6 @@ class ModelRunner:
         ]
         vocab = self.model.config.vocab_size
         self._logits = torch.empty(rows, vocab, device=self.device)
-        self._drawing = SamplingRows.pack([], [], rows, self.device)
         graphs = StepGraphs(recorder, Buckets(*sizes))
         # all capacity is padding now, so any shape is
         self._fill_padding(Shape(*limits))
@@ -300,16 +292,16 @@ class ModelRunner:
         self._logits[: logits.shape[0]].copy_(logits)
 
     def _recorded_draw(self, num_logits: int) -> None:
-        rows = {name: getattr(self._drawing, name)[:num_logits] for name in DRAWING}
-        drawing = replace(self._drawing, **rows, is_greedy=False)
-        drawn = sample(self._logits[:num_logits], drawing)
+        temperature, keys = self.buffers.temperature[:num_logits], self.buffers.keys[:num_logits]
+        rows = SamplingRows(temperature=temperature, keys=keys)
+        drawn = sample(self._logits[:num_logits], rows)
         self.tokens[:num_logits].copy_(drawn.token_ids)
 
     def _num_logits(self, shape: Shape) -> int:
         return shape.D + (self.buffers.max_prefill_rows if shape.T else 0)
 
     def _fill_padding(self, shape: Shape) -> None:
-        self.buffers.fill(ScheduledBatch(0, ()), *shape)
+        self.buffers.fill(ScheduledBatch.of(0, ()), *shape)
 
 
 def _load_kernels(model: KDAForCausalLM, device: torch.device) -> None:
@@ -322,27 +314,18 @@ def _load_kernels(model: KDAForCausalLM, device: torch.device) -> None:
     prepare(device, (gate,))
 
 
-def _all_take_argmax(rows: Sequence[ScheduledRow]) -> bool:
-    """Whether the greedy tokens are all that these rows want."""
-    for row in rows:
-        sampling = row.sampling
-        if row.samples and (sampling.temperature > 0 or sampling.logprobs is not None):
-            return False
-    return True
-
-
 def _to_host(x: Tensor) -> Tensor:
     # torch allocates pinned memory for this, so the copy really is asynchronous
     return x.to("cpu", non_blocking=True)
 
 
 def _logprobs(launched: LaunchedStep) -> Sequence[Sequence[TokenLogprobs]]:
-    rows, host = launched.batch.rows, launched.host
-    found: list[Sequence[TokenLogprobs]] = [()] * len(rows)
+    batch, host = launched.batch, launched.host
+    found: list[Sequence[TokenLogprobs]] = [()] * batch.num_rows
     if host.logprobs is None or host.top_ids is None or host.top_logprobs is None:
         return found
     own, ids, values = host.logprobs.tolist(), host.top_ids.tolist(), host.top_logprobs.tolist()
-    for i, row in enumerate(rows):
+    for i, row in enumerate(batch.rows):
         count = row.sampling.logprobs
         if row.samples and count is not None:
             top = tuple(zip(ids[i][:count], values[i][:count], strict=True))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from ..scheduler.request import SamplingParams
 
 # splitmix64: a counter plus this step, mixed by the two multipliers, is a good 64-bit random stream
-_STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_STEP, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 class Sampled(NamedTuple):
@@ -22,53 +23,80 @@ class Sampled(NamedTuple):
     top_logprobs: torch.Tensor | None  # [R, n] fp32
 
 
+class SamplingPlan:
+    """What the rows of a step ask for. Steps of the same rows share it: all but their keys is here.
+
+    Each `seed` is set; a row's draws depend on (seed, sample index) alone.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams]) -> None:
+        drawing = [p for p in params if p.temperature > 0]
+        asked = [p.logprobs for p in params if p.logprobs is not None]
+        self.params = params
+        self.is_greedy = not drawing  # every row is
+        self.is_filtered = any([p.top_k or p.top_p < 1 for p in drawing])  # a row that draws is
+        self.num_logprobs = max(asked) if asked else None  # the most that any row asks for
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether the greedy tokens are all that the rows want."""
+        return self.is_greedy and self.num_logprobs is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature and keys are all that a draw reads, and tokens all that it gives."""
+        return not self.is_filtered and self.num_logprobs is None
+
+    @cached_property
+    def temperature(self) -> np.ndarray:
+        """[R] fp32; 0 is greedy."""
+        with np.errstate(over="ignore"):  # infinite: each token is as likely as any other
+            return np.array([p.temperature for p in self.params], dtype=np.float32)
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return stream_starts([p.seed or 0 for p in self.params])
+
+    def keys(self, sample_indices: Sequence[int]) -> np.ndarray:
+        """[R] int64, the start of each row's random stream."""
+        return stream_keys(self._starts, sample_indices)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
     """How R rows are sampled: values as tensors, what decides the work as host numbers."""
 
     temperature: torch.Tensor  # [R] fp32; 0 is greedy
-    top_p: torch.Tensor  # [R] fp32
-    top_k: torch.Tensor  # [R] int64; 0 keeps all
     keys: torch.Tensor  # [R] int64, start of each row's random stream
-    is_greedy: bool  # every row is
-    is_filtered: bool  # a row that draws has top_k or top_p
-    num_logprobs: int | None  # n: the most that any row asks for
+    top_p: torch.Tensor | None = None  # [R] fp32; None: no row that draws has a filter
+    top_k: torch.Tensor | None = None  # [R] int64; 0 keeps all
+    is_greedy: bool = False  # every row is
+    num_logprobs: int | None = None  # n: the most that any row asks for
 
     @classmethod
     def pack(
-        cls,
-        params: Sequence[SamplingParams],
-        sample_indices: Sequence[int],
-        num_rows: int,
-        device: torch.device,
+        cls, plan: SamplingPlan, temperature: torch.Tensor, keys: torch.Tensor
     ) -> "SamplingRows":
-        """One copy to the device for all rows. Rows past the given ones are padding and greedy.
-
-        Each `seed` is set; a row's draws depend on (seed, sample index) alone.
-        """
-        packed = np.zeros((4, num_rows), dtype=np.int64)
-        floats = packed.view(np.float64)
-        count = len(params)
-        packed[0, :count] = stream_keys([p.seed or 0 for p in params], sample_indices)
-        packed[1, :count] = [p.top_k for p in params]
-        floats[2, :count] = [p.temperature for p in params]
-        floats[3, :count] = [p.top_p for p in params]
-        host = torch.from_numpy(packed)
-        if device.type == "cuda":
-            # fresh each step: the copy of the step before may still be under way
-            host = host.pin_memory()
-        on_device = host.to(device, non_blocking=True)
-        temperature, top_p = on_device[2:].view(torch.float64).float()
-        drawing = [p for p in params if p.temperature > 0]
-        asked = [p.logprobs for p in params if p.logprobs is not None]
+        """The filters, if there are some, take one copy. Rows past the plan's are padding."""
+        top_p = top_k = None
+        if plan.is_filtered:
+            packed = np.zeros((2, len(keys)), dtype=np.int64)
+            count = len(plan.params)
+            packed[0, :count] = [p.top_k for p in plan.params]
+            packed.view(np.float64)[1, :count] = [p.top_p for p in plan.params]
+            host = torch.from_numpy(packed)
+            if keys.device.type == "cuda":
+                # fresh each step: the copy of the step before may still be under way
+                host = host.pin_memory()
+            on_device = host.to(keys.device, non_blocking=True)
+            top_k, top_p = on_device[0], on_device[1].view(torch.float64).float()
         return cls(
             temperature=temperature,
+            keys=keys,
             top_p=top_p,
-            top_k=on_device[1],
-            keys=on_device[0],
-            is_greedy=not drawing,
-            is_filtered=any(p.top_k or p.top_p < 1 for p in drawing),
-            num_logprobs=max(asked) if asked else None,
+            top_k=top_k,
+            is_greedy=plan.is_greedy,
+            num_logprobs=plan.num_logprobs,
         )
 
 
@@ -100,7 +128,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
 def _race(scaled: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """[R] winners of the race among the tokens that top-k and top-p keep."""
     scores = scaled - exponentials(rows.keys, scaled.shape[-1]).log_()
-    if not rows.is_filtered:
+    if rows.top_p is None or rows.top_k is None:
         return scores.argmax(dim=-1)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(dim=-1)
@@ -114,12 +142,16 @@ def _race(scaled: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return order.gather(-1, winner[:, None])[:, 0]
 
 
-def stream_keys(seeds: Sequence[int], sample_indices: Sequence[int]) -> np.ndarray:
-    """[R] int64: one starting point a (seed, sample index), far apart for neighbours of either."""
+def stream_starts(seeds: Sequence[int]) -> np.ndarray:
+    """[R] uint64: what a seed of any size adds to the keys of its stream."""
     starts = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], dtype=np.uint64)
+    return _mix_host(starts + _STEP)
+
+
+def stream_keys(starts: np.ndarray, sample_indices: Sequence[int]) -> np.ndarray:
+    """[R] int64: one starting point a (seed, sample index), far apart for neighbours of either."""
     indices = np.array(sample_indices, dtype=np.uint64)
-    keys = _mix_host(_mix_host(starts + np.uint64(_STEP)) + indices * np.uint64(_STEP))
-    return keys.view(np.int64)
+    return _mix_host(starts + indices * _STEP).view(np.int64)
 
 
 def exponentials(keys: torch.Tensor, num_ids: int) -> torch.Tensor:
@@ -135,14 +167,14 @@ def exponentials(keys: torch.Tensor, num_ids: int) -> torch.Tensor:
 
 
 def _mix_host(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
-    return x ^ (x >> np.uint64(31))
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)
 
 
-def _signed(value: int) -> int:
+def _signed(value: np.uint64) -> int:
     """The int64 with the bits of an unsigned constant: torch has no uint64 arithmetic."""
-    return value - (1 << 64) if value >> 63 else value
+    return int(value.view(np.int64))
 
 
 def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:

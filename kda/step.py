@@ -10,10 +10,13 @@ import numpy as np
 import torch
 
 from ..scheduler.batch import ScheduledBatch, ScheduledRow
+from ..scheduler.request import SamplingParams
+from .sampler import SamplingPlan
 
 TOKEN_ALIGNMENT = 16  # T is a multiple of this
 FIELD_ALIGNMENT = 64  # int32 elements: each tensor starts on a 256-byte line
 MAX_CACHED_LAYOUTS = 1024  # (D, T) pairs whose views are kept
+GREEDY = SamplingParams(temperature=0)
 
 
 class StepInputs(NamedTuple):
@@ -107,7 +110,8 @@ class StepBuffers:
         end = 0
         for name, shape in self._shapes.items():
             self._offsets[name] = end
-            end += _round_up(int(np.prod(shape)), FIELD_ALIGNMENT)
+            words = int(np.prod(shape)) * _dtype(name).itemsize // torch.int32.itemsize
+            end += _round_up(words, FIELD_ALIGNMENT)
         is_cuda = torch.device(device).type == "cuda"
         self._hosts = [self._new_host(end, pin=is_cuda) for _ in range(2 if is_cuda else 1)]
         self._device = self._hosts[0].packed
@@ -119,6 +123,11 @@ class StepBuffers:
         # of the last fill, [D * (1 + K) + T] int32: the row of the step before whose sampled token
         # stands here; -1: the id is known
         self.prev_rows = self._view(self._device, "prev_rows")
+        # of the last fill: what its rows of logits ask for, and if one draws, the temperature and
+        # key of each, as in `SamplingRows`; R is at capacity, and a layout's rows are the first
+        self.sampling = SamplingPlan(())
+        self.temperature = self._view(self._device, "temperature")
+        self.keys = self._view(self._device, "keys")
 
     def fill(
         self,
@@ -129,33 +138,34 @@ class StepBuffers:
         """The batch as tensors, on their way to the device on the current stream.
 
         Sampled row i is the batch's row i (with draft tokens: 1 + K of them for a decode row), so
-        `sample_rows` says where each row of logits comes from. `prev_rows` is set too.
+        `sample_rows` says where each row of logits comes from. `prev_rows` and `sampling` are set
+        too; if a row draws, so are `temperature` and `keys`, and rows of padding are greedy.
 
         Args:
             num_decode_rows: D to lay out for. None: the batch's own.
             num_prefill_tokens: T, a multiple of 16. None: the batch's own, rounded up.
         """
         num_decode = batch.num_decode_rows
-        decode, prefill = batch.rows[:num_decode], batch.rows[num_decode:]
-        tokens = batch.num_prefill_tokens
+        num_prefill, tokens = batch.num_rows - num_decode, batch.num_prefill_tokens
         D = num_decode if num_decode_rows is None else num_decode_rows
         T = _round_up(tokens, TOKEN_ALIGNMENT) if num_prefill_tokens is None else num_prefill_tokens
-        self._assert_fits(num_decode, tokens, len(prefill), D, T)
+        self._assert_fits(num_decode, tokens, num_prefill, D, T)
         layout = self._layout(D, T)
         host, (packed, arrays, paddings) = self._hosts[self._turn], layout.hosts[self._turn]
         self._turn = (self._turn + 1) % len(self._hosts)
         self._await(host)
         for array, padding in paddings:
             array.fill(padding)
-        if not decode:
+        if not num_decode:
             host.write_blocks(0, D, ())
         elif self.row_tokens == 1:
-            self._fill_decode(host, arrays, decode, D)
+            self._fill_decode(host, arrays, batch, D)
         else:
-            self._fill_drafts(host, arrays, decode, D)
+            self._fill_drafts(host, arrays, batch.rows[:num_decode], D)
         # without prefill tokens there are no sequences, and both prefix sums are their first 0
         if T > 0:
-            self._fill_prefill(host, arrays, prefill, D, num_decode)
+            self._fill_prefill(host, arrays, batch.prefill_rows, D, num_decode)
+        self._fill_draws(arrays, batch if self.row_tokens == 1 else self._expand(batch))
         if self._device is not host.packed:
             layout.packed.copy_(packed, non_blocking=True)
             host.is_read = True
@@ -206,6 +216,8 @@ class StepBuffers:
             "checkpoint_slots": self.max_checkpoints,
             "seq_lens": D + N,
             "sample_rows": D * self.row_tokens + N,
+            "temperature": D * self.row_tokens + N,
+            "keys": D * self.row_tokens + N,
             "input_ids": tokens,
             "slot_mapping": tokens,
             "prev_rows": tokens,
@@ -219,7 +231,7 @@ class StepBuffers:
 
     def _view(self, packed: torch.Tensor, name: str) -> torch.Tensor:
         begin, shape = self._offsets[name], self._shapes[name]
-        return packed[begin : begin + int(np.prod(shape))].view(shape)
+        return packed[begin:].view(_dtype(name))[: int(np.prod(shape))].view(shape)
 
     def _layout(self, D: int, T: int) -> "_Layout":
         if (D, T) not in self._layouts:
@@ -227,11 +239,11 @@ class StepBuffers:
                 self._layouts.clear()
             sizes = self._sizes(D, T)
             views = {name: self._view(self._device, name)[:size] for name, size in sizes.items()}
-            end = self._offsets["block_table"] + views["block_table"].numel()
-            prev_rows = views.pop("prev_rows")
+            inputs = StepInputs(**{name: views[name] for name in StepInputs._fields})
+            end = self._offsets["block_table"] + inputs.block_table.numel()
             hosts = [_host_layout(host, sizes, end) for host in self._hosts]
             packed = self._device[:end]
-            self._layouts[D, T] = _Layout(StepInputs(**views), prev_rows, packed, hosts)
+            self._layouts[D, T] = _Layout(inputs, views["prev_rows"], packed, hosts)
         return self._layouts[D, T]
 
     def _assert_fits(self, num_decode: int, tokens: int, num_prefill: int, D: int, T: int) -> None:
@@ -243,25 +255,25 @@ class StepBuffers:
         assert num_prefill <= self.max_prefill_rows, f"{num_prefill=} {self.max_prefill_rows=}"
 
     def _fill_decode(
-        self, host: "_Host", arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], D: int
+        self, host: "_Host", arrays: dict[str, np.ndarray], batch: ScheduledBatch, D: int
     ) -> None:
         """Rows of one token each, in few calls: this runs between two steps of the device."""
-        n = len(rows)
-        # each field of all rows
-        columns: Any = ScheduledRow._make(zip(*rows, strict=True))
+        columns: Any = batch.columns
+        n = batch.num_decode_rows
+        if n < batch.num_rows:
+            columns = ScheduledRow._make([column[:n] for column in columns])
         table = host.write_blocks(0, D, columns.block_table)
-        starts = np.array(columns.start, dtype=np.int32)
-        kv_starts = np.array(columns.kv_start, dtype=np.int32)
         arrays["decode_src_slots"][:n] = columns.src_slot
         arrays["decode_dst_slots"][:n, 0] = [slot for (slot,) in columns.dst_slots]
         arrays["input_ids"][:n] = [token for (token,) in columns.token_ids]
         arrays["prev_rows"][:n] = columns.prev_row
-        arrays["seq_lens"][:n] = columns.end
         every = self._positions[:n]
         arrays["sample_rows"][:n] = every
+        starts = np.array(columns.start, dtype=np.int32)
+        np.add(starts, 1, out=arrays["seq_lens"][:n])
+        # a token is new when it is decoded, and so is its KV
         blocks, offsets = np.divmod(starts, self.block_size)
-        places = table[every, blocks] * self.block_size + offsets
-        arrays["slot_mapping"][:n] = np.where(starts >= kv_starts, places, -1)
+        np.add(table[every, blocks] * self.block_size, offsets, out=arrays["slot_mapping"][:n])
 
     def _fill_drafts(
         self, host: "_Host", arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], D: int
@@ -325,6 +337,32 @@ class StepBuffers:
         arrays["seq_lens"][D : D + n] = [row.end for row in rows]
         sampled = num_decode * self.row_tokens
         arrays["sample_rows"][sampled : sampled + n] = last
+
+    def _expand(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """A row for each row of logits, of which a decode row has one for each of its tokens."""
+        M = self.row_tokens
+        ahead = [(row, i) for row in batch.rows for i in range(M if row.is_decode else 1)]
+        rows = [row._replace(sample_index=row.sample_index + i) for row, i in ahead]
+        return ScheduledBatch.of(batch.step, rows)
+
+    def _fill_draws(self, arrays: dict[str, np.ndarray], batch: ScheduledBatch) -> None:
+        """Temperature and key of each row of logits, if one draws.
+
+        Most steps have the rows of the step before, so what these ask for is looked up once.
+        """
+        columns = batch.columns
+        params = columns.sampling
+        if not all(columns.samples):
+            pairs = zip(params, columns.samples, strict=True)
+            params = tuple([asked if samples else GREEDY for asked, samples in pairs])
+        n = len(params)
+        if params != self.sampling.params:
+            self.sampling = SamplingPlan(params)
+        if self.sampling.is_greedy:
+            return
+        arrays["keys"][:n] = self.sampling.keys(columns.sample_index)
+        arrays["temperature"][:n] = self.sampling.temperature
+        arrays["temperature"][n:] = 0
 
 
 # what stands where no row, sequence, token or checkpoint is; the prefix sums are padded as they are
@@ -395,6 +433,10 @@ class _Host:
                 table[i, size : len(known)] = 0
             self.tables[i] = blocks
         return table[first : first + count]
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {"temperature": torch.float32, "keys": torch.int64}.get(name, torch.int32)
 
 
 def _host_layout(host: _Host, sizes: dict[str, int], end: int) -> _HostLayout:

@@ -177,8 +177,8 @@ class TracedRunner(StandIn):
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         self.on_launch(batch)
-        rows = batch.rows
-        parts = [f"[{row.start}, {row.end})" for row in rows if not row.is_decode]
+        rows = batch.prefill_rows
+        parts = [f"[{row.start}, {row.end})" for row in rows]
         kept = [str(position) for row in rows for position, _ in row.exports]
         label = f"prefill {' '.join(parts)}" + (f", keeps {' '.join(kept)}" if kept else "")
         with record_function(f"ProfilerStep#{self._num_steps}"), record_function(label):

@@ -121,9 +121,9 @@ class Client:
 
     def _note(self, batch: ScheduledBatch) -> None:
         now = self._clock.now()
-        for row in batch.rows:
+        for row in batch.prefill_rows:
             record = self.records.get(row.request_id)
-            if record is not None and not row.is_decode:
+            if record is not None:
                 record.num_prefills += 1
                 record.scheduled = now if record.scheduled is None else record.scheduled
 
@@ -244,8 +244,8 @@ class SimulatedRunner(StandIn):
 
     def finish(self, launched: LaunchedStep) -> StepResult:
         self._now = self._ends.pop(0)
-        rows = launched.batch.rows
-        return StepResult([[0] if row.samples else [] for row in rows], [[] for _ in rows])
+        samples = launched.batch.columns.samples
+        return StepResult([[0] if is_new else [] for is_new in samples], [[] for _ in samples])
 
 
 def random_prompts(

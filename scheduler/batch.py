@@ -1,9 +1,9 @@
 """One step in numbers: what the scheduler decided and all that the runner needs to know."""
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from .request import SamplingParams
 
@@ -11,8 +11,8 @@ from .request import SamplingParams
 class ScheduledRow(NamedTuple):
     """The share of one request in one step: its tokens [start, end), from the state at start.
 
-    A named tuple, because a step makes hundreds of rows. `block_table` and `token_ids` may be views
-    of what the request keeps: what they show never changes afterwards.
+    `block_table` and `token_ids` may be views of what the request keeps: what they show never
+    changes afterwards.
     """
 
     request_id: str
@@ -32,17 +32,40 @@ class ScheduledRow(NamedTuple):
     next_token_ids: Sequence[int] = ()  # known ids from `end` on that draft layers look ahead to
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class ScheduledBatch:
-    """One step. Decode rows come first. Never changed after it is made."""
+    """One step. Decode rows come first. Never changed after it is made.
+
+    A step has hundreds of rows, and who works on all of them works on columns.
+    """
 
     step: int
-    rows: tuple[ScheduledRow, ...]
+    columns: Any  # a ScheduledRow of sequences: each field of all rows
+    num_decode_rows: int
+
+    @classmethod
+    def of(cls, step: int, rows: Iterable[ScheduledRow]) -> "ScheduledBatch":
+        """The batch of these rows."""
+        fields = list(zip(*rows, strict=True)) or [()] * len(ScheduledRow._fields)
+        columns: Any = ScheduledRow._make(fields)
+        return cls(step, columns, sum(columns.is_decode))
 
     @property
-    def num_decode_rows(self) -> int:
-        return bisect_left(self.rows, True, key=lambda row: not row.is_decode)
+    def num_rows(self) -> int:
+        return len(self.columns.start)
+
+    @cached_property
+    def rows(self) -> tuple[ScheduledRow, ...]:
+        """The same, row by row."""
+        return tuple(map(ScheduledRow._make, zip(*self.columns, strict=True)))
+
+    @property
+    def prefill_rows(self) -> tuple[ScheduledRow, ...]:
+        """Those after the decode rows."""
+        columns = [column[self.num_decode_rows :] for column in self.columns]
+        return tuple(map(ScheduledRow._make, zip(*columns, strict=True)))
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum(row.end - row.start for row in self.rows[self.num_decode_rows :])
+        columns, first = self.columns, self.num_decode_rows
+        return sum(columns.end[first:]) - sum(columns.start[first:])

@@ -80,7 +80,6 @@ class LiveRequest:
     scheduled_end: int = 0  # num_computed_tokens when all steps have retired
     num_proven: int = 0  # tokens whose KV is complete, draft layers included
     num_in_flight: int = 0  # steps with a row of it
-    num_pending: int = 0  # tokens that steps in flight sample
     last_step: int = -1  # newest step with a row of it
     last_row: int = -1  # that row
     is_discarded: bool = False  # steps in flight don't count, nor what the running slot holds

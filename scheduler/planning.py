@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..cache.policy import Kind, replay_boundary
 from ..cache.prefix_cache import Match
@@ -15,8 +15,6 @@ from .live import BlockTable, Flight, KeptState, LiveRequest, SchedulerCounters
 from .queues import Queues, order_of
 from .request import RequestStatus
 
-# a named tuple's own constructor takes twice as long, and a step makes a row for each request
-_new = tuple.__new__
 # the name of a member is looked up by a descriptor in Python 3.11: 70 ns
 _RUNNING = RequestStatus.RUNNING
 
@@ -60,6 +58,7 @@ class Pass:
         self.queues = queues
         self.holdings = holdings
         self.cache = holdings.cache
+        self.block_size = holdings.cache.block_size
         self.counters = counters
         self.step = step
         # tokens left for prefill; those of decode rows are set aside
@@ -68,7 +67,7 @@ class Pass:
         self.admits = True  # whether a waiting request may still come in
         self.starved: tuple[int, int] | None = None  # order of the first one that lacks room
         self.barrier: tuple[int, int] | None = None  # order of the first one preempted here
-        self.decode_rows: list[ScheduledRow] = []
+        self.decode_rows: list[tuple] = []  # fields that differ between them, as `_columns` reads
         self.decode_lives: list[LiveRequest] = []
         self.prefills: list[_PrefillRow] = []
         self.pinned_slots: list[int] = []
@@ -103,62 +102,54 @@ class Pass:
     # rows of running requests
 
     def _plan_decode(self, live: LiveRequest) -> None:
-        request, cache, slots = live.request, self.cache, live.slots
-        known = len(live.token_ids)
+        request, block_size, slots = live.request, self.block_size, live.slots
         start = live.scheduled_end
-        if known + live.num_pending >= live.limit:
+        end = start + 1
+        if end >= live.limit:
             return  # its last token is on its way
-        if start < known:
+        if start < len(live.token_ids):
             token_ids, prev_row = (live.token_ids[start],), -1
             if live.drafts:
                 # as many as could still be accepted, beside the token that is sampled
-                token_ids += tuple(live.drafts[: live.limit - known - 1])
+                token_ids += tuple(live.drafts[: live.limit - end - 1])
+                end = start + len(token_ids)
         elif self.limits.num_speculative_tokens:
             return  # how many drafts are accepted is not known yet
         else:
             token_ids, prev_row = (0,), live.last_row
-        end = start + len(token_ids)
-        num_blocks = len(live.table.ids)
-        if end > num_blocks * cache.block_size:
-            missing = -(-end // cache.block_size) - num_blocks
-            if not self._take_blocks(live, missing):
-                return
         src = slots[0]
-        if start % cache.unit == 0:
-            self._keep_running(live, start)
+        # the table covers what was there before, and a unit begins where a block does
+        if start % block_size == 0 or end - start > 1:
+            missing = -(-end // block_size) - len(live.table)
+            if missing > 0 and not self._take_blocks(live, missing):
+                return
+            if start % self.cache.unit == 0:
+                self._keep_running(live, start)
         if live.grid_state is not None:
             position, slot = live.grid_state
             live.grid_state = None
             if self.holdings.is_wanted(live, position, Kind.DECODE):
                 self.holdings.keep_scratch(live, position, slot)
-        live.last_row = len(self.decode_rows)
-        self.decode_lives.append(live)
+        lives = self.decode_lives
+        live.last_row = len(lives)
+        lives.append(live)
         self.decode_rows.append(
-            _new(
-                ScheduledRow,
-                (
-                    request.request_id,
-                    True,
-                    start,
-                    end,
-                    token_ids,
-                    prev_row,
-                    src,
-                    (slots[0],) if len(slots) == 1 else tuple(slots[: len(token_ids)]),
-                    (),
-                    live.table.ids,
-                    start,
-                    True,
-                    request.sampling,
-                    known - request.num_prompt_tokens + live.num_pending,
-                    (),
-                ),
+            (
+                request.request_id,
+                start,
+                end,
+                token_ids,
+                prev_row,
+                src,
+                (slots[0],) if len(slots) == 1 else tuple(slots[: len(token_ids)]),
+                live.table.ids,
+                request.sampling,
+                start + 1 - request.num_prompt_tokens,
             )
         )
         live.scheduled_end = end
         live.last_step = self.step
         live.num_in_flight += 1
-        live.num_pending += 1
 
     def _plan_prefill(self, live: LiveRequest) -> None:
         start = live.scheduled_end
@@ -202,7 +193,6 @@ class Pass:
         live.scheduled_end = end
         live.last_step = self.step
         live.num_in_flight += 1
-        live.num_pending += end == live.prefill_end
 
     def _keep_running(self, live: LiveRequest, position: int) -> None:
         """A wanted state is kept by slot choice: the row reads its slot and writes another."""
@@ -399,16 +389,47 @@ class Pass:
             row.exports.append(KeptState(position, slot, kind, self.step))
 
     def _make_flight(self) -> Flight:
-        rows, lives = self.decode_rows, self.decode_lives
-        exports: list[Sequence[KeptState]] = [()] * len(rows)
+        lives, num_decode = self.decode_lives, len(self.decode_lives)
+        exports: list[Sequence[KeptState]] = [()] * num_decode
+        rows = []
         for draft in self.prefills:
             draft.exports.sort(key=lambda kept: kept.position)
-            draft.live.last_row = len(rows)
+            draft.live.last_row = len(lives)
             rows.append(self._prefill_row(draft))
             lives.append(draft.live)
             exports.append(draft.exports)
-        batch = ScheduledBatch(self.step, tuple(rows))
+        batch = ScheduledBatch(self.step, self._columns(rows), num_decode)
         return Flight(batch, lives, exports, self.pinned_slots)
+
+    def _columns(self, prefill_rows: Sequence[ScheduledRow]) -> Any:
+        """Each field of all rows, the decode rows first."""
+        n = len(self.decode_rows)
+        names, starts, ends, token_ids, prev_rows, sources, slots, tables, sampling, indices = (
+            zip(*self.decode_rows, strict=True) if n else [()] * 10
+        )
+        always, none = (True,) * n, ((),) * n
+        of_columns: Any = ScheduledRow
+        columns = of_columns(
+            request_id=names,
+            is_decode=always,
+            start=starts,
+            end=ends,
+            token_ids=token_ids,
+            prev_row=prev_rows,
+            src_slot=sources,
+            dst_slots=slots,
+            exports=none,
+            block_table=tables,
+            kv_start=starts,
+            samples=always,
+            sampling=sampling,
+            sample_index=indices,
+            next_token_ids=none,
+        )
+        if prefill_rows:
+            parts = zip(columns, zip(*prefill_rows, strict=True), strict=True)
+            columns = ScheduledRow._make([decode + prefill for decode, prefill in parts])
+        return columns
 
     def _prefill_row(self, draft: _PrefillRow) -> ScheduledRow:
         live, start, end = draft.live, draft.start, draft.end

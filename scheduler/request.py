@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -110,6 +110,28 @@ class RequestOutput(NamedTuple):
     token_ids: tuple[int, ...]  # new ones
     finish_reason: str | None = None  # "stop", "length" or "error"; None: it goes on
     error: str | None = None  # what went wrong, with finish_reason "error"
+
+
+class RequestOutputs(Sequence[RequestOutput]):
+    """What one step brought. Each output is made when it is looked at: a step has hundreds."""
+
+    __slots__ = ("tuples",)
+
+    def __init__(self, tuples: list[tuple]) -> None:
+        """
+        Args:
+            tuples: the fields of each output.
+        """
+        self.tuples = tuples
+
+    def __len__(self) -> int:
+        return len(self.tuples)
+
+    def __getitem__(self, index):
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        return map(RequestOutput._make, self.tuples)
 
 
 def _pack(token_ids: Sequence[int]) -> array:

@@ -4,17 +4,16 @@ from collections.abc import Sequence
 
 from ..cache.hashing import Extras
 from ..cache.prefix_cache import PrefixCache
-from .batch import ScheduledBatch, ScheduledRow
+from .batch import ScheduledBatch
 from .holdings import Holdings
 from .integrity import check_scheduler
 from .limits import Limits
-from .live import Flight, KeptState, LiveRequest, SchedulerCounters
+from .live import Flight, LiveRequest, SchedulerCounters
 from .planning import Pass
 from .queues import Queues
-from .request import Request, RequestOutput, RequestStatus
+from .request import Request, RequestOutputs, RequestStatus
 
-# both for the sake of every row of every step: see planning.py
-_new = tuple.__new__
+# for the sake of every row of every step: see planning.py
 _RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
 
 
@@ -147,7 +146,7 @@ class Scheduler:
                 f"schedule: {len(flights)} steps are in flight; commit the oldest first"
             )
         flight = Pass(self.limits, self.queues, self.holdings, self.counters, self._step).plan()
-        if flight.batch.rows:
+        if flight.batch.num_rows:
             flights.append(flight)
             self._step += 1
             self.counters.steps += 1
@@ -167,7 +166,7 @@ class Scheduler:
         tokens: Sequence[Sequence[int]],
         *,
         drafts: Sequence[Sequence[int]] = (),
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """The step has run: takes its tokens, publishes what it wrote, ends what has ended.
 
         Args:
@@ -180,26 +179,22 @@ class Scheduler:
             ValueError: it is not the oldest batch, or the tokens don't fit the rows. Nothing has
                 changed then.
         """
-        if not batch.rows:
-            return []
+        if not batch.num_rows:
+            return RequestOutputs([])
         flight = self._oldest("commit", batch)
         if flight.has_failed:
             self._drop(flight)
-            return []
+            return RequestOutputs([])
         _check_tokens(batch, tokens)
         self.holdings.retire(flight)
-        outputs: list[RequestOutput] = []
-        columns = zip(batch.rows, flight.requests, flight.exports, tokens, strict=True)
-        for index, (row, live, exports, new) in enumerate(columns):
-            if live.is_discarded:
-                self._drop_row(flight, index)
-                continue
-            self._commit_row(batch.step, row, live, exports, new, outputs)
-            if drafts and live.request.status is RequestStatus.RUNNING:
-                live.drafts = tuple(drafts[index][: self.limits.num_speculative_tokens])
+        outputs = self._commit_rows(flight, tokens)
+        if drafts:
+            for live, proposed in zip(flight.requests, drafts, strict=True):
+                if live.request.status is _RUNNING and not live.is_discarded:
+                    live.drafts = tuple(proposed[: self.limits.num_speculative_tokens])
         return outputs
 
-    def fail(self, batch: ScheduledBatch, error: str | BaseException) -> list[RequestOutput]:
+    def fail(self, batch: ScheduledBatch, error: str | BaseException) -> RequestOutputs:
         """The step has raised: its requests end with the error.
 
         Nothing that it or a later step in flight wrote is published. Requests that are only in a
@@ -208,20 +203,20 @@ class Scheduler:
         Raises:
             ValueError: `batch` is not the oldest one in flight.
         """
-        if not batch.rows:
-            return []
+        if not batch.num_rows:
+            return RequestOutputs([])
         flight = self._oldest("fail", batch)
         if flight.has_failed:
             self._drop(flight)
-            return []
+            return RequestOutputs([])
         self.holdings.retire(flight)
         self.counters.failed_steps += 1
-        outputs = []
+        outputs: list[tuple] = []
         for index, live in enumerate(flight.requests):
             # what the running slot holds now is not known
             live.is_discarded = True
             if live.request.status is not RequestStatus.FINISHED:
-                outputs.append(RequestOutput(live.request_id, (), "error", str(error)))
+                outputs.append((live.request_id, (), "error", str(error)))
             self._drop_row(flight, index, is_finished=True)
         for later in self.holdings.flights:
             later.has_failed = True
@@ -230,7 +225,7 @@ class Scheduler:
                     self.counters.preemptions += 1
                     self.queues.preempt(live)
                 live.is_discarded = True
-        return outputs
+        return RequestOutputs(outputs)
 
     def _oldest(self, caller: str, batch: ScheduledBatch) -> Flight:
         flights = self.holdings.flights
@@ -241,61 +236,86 @@ class Scheduler:
             )
         return flights[0]
 
-    def _commit_row(
-        self,
-        step: int,
-        row: ScheduledRow,
-        live: LiveRequest,
-        exports: Sequence[KeptState],
-        new: Sequence[int],
-        outputs: list[RequestOutput],
-    ) -> None:
-        request = live.request
-        live.num_in_flight -= 1
-        reason = None
-        if row.samples:
-            live.num_pending -= 1
-            if request.status is not _FINISHED:
-                room = live.limit - len(live.token_ids)
-                if len(new) >= room or not live.stop_ids.isdisjoint(new):
-                    new, reason = _cut(new, room, live)
-                output = (request.request_id, tuple(new), reason, None)
-                outputs.append(_new(RequestOutput, output))
-            live.token_ids.extend(new)
-        if row.is_decode:
-            num_tokens = len(new)
-            end = known = row.start + num_tokens
-            self.counters.decode_tokens += num_tokens
-            if self.limits.num_speculative_tokens:
-                self._choose_slot(row, live, num_tokens)
-        else:
-            end, known = row.end, live.prefill_end
-            self.counters.prefill_tokens += end - row.start
-        request.num_computed_tokens = end
-        # KV of draft layers is complete where the tokens that it looks ahead to were known
-        proven = known - self.cache.lookahead
-        if proven > end:
-            proven = end
-        if proven > live.num_proven:
-            live.num_proven = proven
-        if exports:
-            self.counters.exports += len(exports)
-            live.kept.extend(exports)
-        self.holdings.publish(live, step)
-        if reason is not None:
-            self.queues.finish(live, is_discarded=True)
-        elif not live.num_in_flight and request.status is not _RUNNING:
-            self.queues.settle(live)
+    def _commit_rows(self, flight: Flight, tokens: Sequence[Sequence[int]]) -> RequestOutputs:
+        """In one piece, since it runs for each row of each step."""
+        columns, step = flight.batch.columns, flight.batch.step
+        unit, lookahead = self.cache.unit, self.cache.lookahead
+        has_drafts = self.limits.num_speculative_tokens > 0
+        outputs: list[tuple] = []
+        num_generated = 0
+        for index, (live, is_decode, start, end, samples, new) in enumerate(
+            zip(
+                flight.requests,
+                columns.is_decode,
+                columns.start,
+                columns.end,
+                columns.samples,
+                tokens,
+                strict=True,
+            )
+        ):
+            if live.is_discarded:
+                self._drop_row(flight, index)
+                continue
+            request = live.request
+            status = request.status
+            live.num_in_flight -= 1
+            reason = None
+            if samples:
+                token_ids = live.token_ids
+                if status is _FINISHED:
+                    token_ids.extend(new)
+                else:
+                    num_before = len(token_ids)
+                    for token in new:
+                        token_ids.append(token)
+                        if token in live.stop_ids:
+                            reason = "stop"
+                            break
+                        if len(token_ids) == live.limit:
+                            reason = "length"
+                            break
+                    if reason is not None:
+                        new = new[: len(token_ids) - num_before]
+                    outputs.append((request.request_id, tuple(new), reason, None))
+            if is_decode:
+                num_tokens = len(new)
+                end = known = start + num_tokens
+                num_generated += num_tokens
+                if has_drafts:
+                    self._choose_slot(live, start, columns.dst_slots[index], num_tokens)
+            else:
+                known = live.prefill_end
+                self.counters.prefill_tokens += end - start
+                self.counters.exports += len(flight.exports[index])
+                live.kept.extend(flight.exports[index])
+            request.num_computed_tokens = end
+            # KV of draft layers is complete where the tokens that it looks ahead to were known
+            proven = known - lookahead
+            if proven > end:
+                proven = end
+            if proven > live.num_proven:
+                live.num_proven = proven
+            if live.kept or live.num_proven >= (live.node.depth + 1) * unit:
+                self.holdings.publish(live, step)
+            if reason is not None:
+                self.queues.finish(live, is_discarded=True)
+            elif status is not _RUNNING and not live.num_in_flight:
+                self.queues.settle(live)
+        self.counters.decode_tokens += num_generated
+        return RequestOutputs(outputs)
 
-    def _choose_slot(self, row: ScheduledRow, live: LiveRequest, num_tokens: int) -> None:
+    def _choose_slot(
+        self, live: LiveRequest, start: int, slots: Sequence[int], num_tokens: int
+    ) -> None:
         """The last verified state becomes the running one; an earlier one may be worth keeping."""
-        slots, unit = row.dst_slots, self.cache.unit
+        unit = self.cache.unit
         live.slots.remove(slots[num_tokens - 1])
         live.slots.insert(0, slots[num_tokens - 1])
-        live.scheduled_end = row.start + num_tokens
+        live.scheduled_end = start + num_tokens
         position = (live.scheduled_end - 1) // unit * unit
-        if position > row.start and self.limits.num_decode_states:
-            live.grid_state = (position, slots[position - row.start - 1])
+        if position > start and self.limits.num_decode_states:
+            live.grid_state = (position, slots[position - start - 1])
 
     def _drop(self, flight: Flight) -> None:
         self.holdings.retire(flight)
@@ -306,7 +326,6 @@ class Scheduler:
         """The row doesn't count: nothing that it wrote is published."""
         live, step = flight.requests[index], flight.batch.step
         live.num_in_flight -= 1
-        live.num_pending -= flight.batch.rows[index].samples
         written = [kept for kept in live.kept if kept.step == step]
         live.kept = [kept for kept in live.kept if kept.step != step]
         for kept in (*flight.exports[index], *written):
@@ -329,12 +348,12 @@ class Scheduler:
 
 
 def _check_tokens(batch: ScheduledBatch, tokens: Sequence[Sequence[int]]) -> None:
-    if len(tokens) != len(batch.rows):
+    if len(tokens) != batch.num_rows:
         raise ValueError(
-            f"commit: tokens must have one entry for each of {len(batch.rows)} rows, "
+            f"commit: tokens must have one entry for each of {batch.num_rows} rows, "
             f"got {len(tokens)}"
         )
-    if list(map(len, tokens)) == [row.samples for row in batch.rows]:
+    if tuple(map(len, tokens)) == batch.columns.samples:
         return
     for row, new in zip(batch.rows, tokens, strict=True):
         least = int(row.samples)
@@ -344,11 +363,3 @@ def _check_tokens(batch: ScheduledBatch, tokens: Sequence[Sequence[int]]) -> Non
                 f"commit: the row of {row.request_id!r} must give {least} to {most} tokens, "
                 f"got {len(new)}"
             )
-
-
-def _cut(new: Sequence[int], room: int, live: LiveRequest) -> tuple[Sequence[int], str]:
-    """The new tokens up to where the request ends, and why it does."""
-    for count, token in enumerate(new[:room], 1):
-        if token in live.stop_ids:
-            return new[:count], "stop"
-    return new[:room], "length"

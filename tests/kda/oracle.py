@@ -117,7 +117,7 @@ class Driver:
 
     def run_all(self, only: ScheduledRow) -> Tensor:
         """Logits after every token of a prefill row."""
-        inputs = self.buffers.fill(ScheduledBatch(0, (only,)))
+        inputs = self.buffers.fill(ScheduledBatch.of(0, (only,)))
         everywhere = torch.arange(only.end - only.start, dtype=torch.int32)
         with torch.inference_mode():
             pools = (self.pools.state, self.pools.conv, self.pools.kv)
@@ -125,7 +125,7 @@ class Driver:
 
     def run(self, *rows: ScheduledRow, D: int | None = None, T: int | None = None) -> Tensor:
         """Logits of the rows, one for each (for a decode row with draft tokens 1 + K)."""
-        batch = ScheduledBatch(0, rows)
+        batch = ScheduledBatch.of(0, rows)
         inputs = self.buffers.fill(batch, D, T)
         with torch.inference_mode():
             logits = self.model(inputs, self.pools.state, self.pools.conv, self.pools.kv)

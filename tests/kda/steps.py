@@ -83,4 +83,4 @@ def random_step(
 
     rows = [row(rng.randrange(1, 40), 1, is_decode=True) for _ in range(num_rows)]
     rows += [row(rng.choice([0, 16, 32]), length, is_decode=False) for length in lengths]
-    return ScheduledBatch(0, tuple(rows))
+    return ScheduledBatch.of(0, tuple(rows))

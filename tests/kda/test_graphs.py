@@ -162,6 +162,7 @@ def test_addresses_stay(model: KDAForCausalLM) -> None:
 
     def addresses() -> list[int]:
         held = [runner.tokens, runner._logits]
+        held += [runner.buffers.temperature, runner.buffers.keys]
         for shape in runner.graphs.buckets.shapes:
             inputs, prev_rows = runner.buffers.layout(*shape)
             held += [*inputs, prev_rows]

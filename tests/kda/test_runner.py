@@ -60,7 +60,7 @@ def row(
 
 
 def run(runner: ModelRunner, *rows: ScheduledRow) -> StepResult:
-    return runner.run(ScheduledBatch(0, rows))
+    return runner.run(ScheduledBatch.of(0, rows))
 
 
 def generate(runner: ModelRunner, tokens: list[int], count: int, slot: int, blocks: int):
@@ -131,15 +131,37 @@ def test_run_mixed(runner: ModelRunner):
     assert len(best.top) == 3
 
 
+def test_run_draws(runner: ModelRunner):
+    """Rows that draw, beside greedy ones and a chunk that samples nothing: as if alone."""
+    drawn = [SamplingParams(seed=s, temperature=5.0, top_k=k) for s, k in ((1, 0), (2, 0), (3, 9))]
+    alone = []
+    for i, sampling in enumerate((*drawn, GREEDY)):
+        prompt = PROMPT[i:]
+        fields = {"sampling": sampling, "sample_index": 10 + i}
+        alone.append(run(runner, row(prompt, 0, len(prompt), -1, i, 8 * i, **fields)).token_ids[0])
+    for order in ((0, 3, 1), (3, 1), (2, 0, 3), (1, 3, 0), (3,)):
+        rows = []
+        for i in order:
+            prompt = PROMPT[i:]
+            fields = {"sampling": drawn[i] if i < 3 else GREEDY, "sample_index": 10 + i}
+            rows.append(row(prompt, 0, len(prompt), -1, i, 8 * i, **fields))
+        chunk = row(PROMPT[::-1], 0, 16, -1, 4, 40, samples=False, sampling=drawn[0])
+        done = run(runner, chunk, *rows)
+        assert list(done.token_ids) == [(), *[alone[i] for i in order]]
+    # drawn with other numbers, they are others: the test can fail
+    other = run(runner, row(PROMPT, 0, 75, -1, 0, 0, sampling=drawn[0], sample_index=11))
+    assert other.token_ids[0] != alone[0]
+
+
 def test_launch_two_in_flight(runner: ModelRunner):
     """The step after is launched before this one's token is read: it takes it on the device."""
     expected = generate(runner, PROMPT, 3, slot=0, blocks=0)
     batches = [
-        ScheduledBatch(0, (row(PROMPT, 0, 75, -1, 1, 8),)),
-        ScheduledBatch(
+        ScheduledBatch.of(0, (row(PROMPT, 0, 75, -1, 1, 8),)),
+        ScheduledBatch.of(
             1, (row([*PROMPT, 0], 75, 76, 1, 1, 8, is_decode=True, prev_row=0, sample_index=1),)
         ),
-        ScheduledBatch(
+        ScheduledBatch.of(
             2, (row([*PROMPT, 0, 0], 76, 77, 1, 1, 8, is_decode=True, prev_row=0, sample_index=2),)
         ),
     ]

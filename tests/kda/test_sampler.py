@@ -1,22 +1,49 @@
 """Sampling: greedy, filters, random streams and log probabilities."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch_kda.kda.sampler import SamplingRows, exponentials, sample, stream_keys
+from torch_kda.kda.sampler import (
+    SamplingPlan,
+    SamplingRows,
+    exponentials,
+    sample,
+    stream_keys,
+    stream_starts,
+)
 from torch_kda.scheduler.request import SamplingParams
 
 CPU = torch.device("cpu")
 
 
+def pack(
+    params: Sequence[SamplingParams],
+    indices: Sequence[int],
+    num_rows: int,
+    device: torch.device = CPU,
+) -> SamplingRows:
+    """Those rows, and padding up to `num_rows`."""
+    plan = SamplingPlan(params)
+    temperature = torch.zeros(num_rows)
+    temperature[: len(params)] = torch.from_numpy(plan.temperature)
+    keys = torch.full((num_rows,), -1)
+    keys[: len(params)] = torch.from_numpy(plan.keys(indices))
+    return SamplingRows.pack(plan, temperature.to(device), keys.to(device))
+
+
 def rows_of(*params: SamplingParams, indices: list[int] | None = None) -> SamplingRows:
-    return SamplingRows.pack(params, indices or [0] * len(params), len(params), CPU)
+    return pack(params, indices or [0] * len(params), len(params))
+
+
+def keys_of(seeds: Sequence[int], indices: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(stream_keys(stream_starts(seeds), indices))
 
 
 def draws(logits: torch.Tensor, params: SamplingParams, count: int) -> torch.Tensor:
     """The first `count` tokens that one seed draws from the same logits."""
-    rows = SamplingRows.pack([params] * count, range(count), count, CPU)
+    rows = pack([params] * count, range(count), count)
     return sample(logits.expand(count, -1), rows).token_ids
 
 
@@ -63,7 +90,7 @@ def test_sample_top_p():
 def test_sample_top_p_of_a_flat_vocabulary():
     """100,000 rounded probabilities: top_p = 1 beside a filtered row keeps the last token."""
     params = (SamplingParams(top_k=1, seed=1), SamplingParams(top_p=1.0, seed=2))
-    winner = exponentials(torch.from_numpy(stream_keys([2], [0])), 100_000).argmin()
+    winner = exponentials(keys_of([2], [0]), 100_000).argmin()
     logits = torch.zeros(2, 100_000)
     logits[:, winner] = -1e-6  # the last in order, and still the winner
     assert sample(logits, rows_of(*params)).token_ids[1] == winner
@@ -98,7 +125,7 @@ def test_sample_streams_differ():
     b = draws(logits, SamplingParams(seed=1), 64)
     assert len(set(a.tolist())) > 50 and (a != b).sum() > 60
     # seed and index are not interchangeable: (0, 1) is another stream than (1, 0)
-    assert stream_keys([0], [1]) != stream_keys([1], [0])
+    assert keys_of([0], [1]) != keys_of([1], [0])
 
 
 def test_sample_logprobs():
@@ -117,16 +144,44 @@ def test_sample_logprobs():
         torch.testing.assert_close(out.top_logprobs[r].double(), truth[r].topk(4).values)
 
 
-def test_sampling_rows_padding():
-    rows = SamplingRows.pack([SamplingParams(seed=1)], [0], 16, CPU)
+@pytest.mark.parametrize("top_k", [0, 5], ids="top_k{}".format)
+def test_sampling_rows_padding(top_k: int):
+    rows = pack([SamplingParams(seed=1, top_k=top_k)], [0], 16)
+    assert (rows.top_k is None) == (top_k == 0)
     logits = torch.randn(16, 40)
     out = sample(logits, rows)
     assert out.token_ids.shape == (16,)
     assert out.token_ids[1:].tolist() == logits[1:].argmax(-1).tolist()
 
 
+def test_sampling_plan():
+    """Only rows that draw make a step draw or filter; a log probability may come from any."""
+    greedy, drawn = SamplingParams(temperature=0, top_k=3), SamplingParams()
+    filtered, asking = SamplingParams(top_p=0.5), SamplingParams(temperature=0, logprobs=2)
+    for params, is_greedy, is_filtered, num_logprobs in (
+        ([], True, False, None),
+        ([greedy, greedy], True, False, None),
+        ([greedy, drawn], False, False, None),
+        ([drawn, filtered], False, True, None),
+        ([greedy, asking], True, False, 2),
+        ([asking, SamplingParams(logprobs=5)], False, False, 5),
+    ):
+        plan = SamplingPlan(params)
+        assert (plan.is_greedy, plan.is_filtered) == (is_greedy, is_filtered)
+        assert plan.num_logprobs == num_logprobs
+        assert plan.takes_argmax == (is_greedy and num_logprobs is None)
+        assert plan.is_plain == (not is_filtered and num_logprobs is None)
+
+
+def test_sampling_plan_temperature_beyond_fp32():
+    """Too large for fp32: any token; too small: the likeliest one."""
+    logits = torch.tensor([5.0, 4.0, 3.0])
+    assert len(draws(logits, SamplingParams(temperature=1e300, seed=1), 100).unique()) == 3
+    assert not draws(logits, SamplingParams(temperature=1e-300, seed=1), 100).any()
+
+
 def test_exponentials_moments():
-    keys = torch.from_numpy(stream_keys(range(50), [3] * 50))
+    keys = keys_of(range(50), [3] * 50)
     e = exponentials(keys, 20_000).double()
     assert e.min() > 0 and torch.isfinite(e).all()
     assert abs(e.mean() - 1) < 0.005 and abs(e.var() - 1) < 0.02
@@ -142,12 +197,15 @@ def test_sample_gpu():
     logits = torch.randn(8, 5000)
     params = [SamplingParams(seed=s, top_k=50 * (s % 2), top_p=0.9) for s in range(8)]
     device = torch.device("cuda")
-    on_device, keys = logits.to(device), SamplingRows.pack(params, range(8), 8, device)
-    sample(on_device, keys)
+    on_device, rows = logits.to(device), pack(params, range(8), 8, device)
+    sample(on_device, rows)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = sample(on_device, SamplingRows.pack(params, range(8), 8, device))
+        # the copy of the filters is in it
+        out = sample(
+            on_device, SamplingRows.pack(SamplingPlan(params), rows.temperature, rows.keys)
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    expected = sample(logits, SamplingRows.pack(params, range(8), 8, CPU))
+    expected = sample(logits, pack(params, range(8), 8))
     assert out.token_ids.tolist() == expected.token_ids.tolist()

@@ -6,8 +6,10 @@ from array import array
 import numpy as np
 import pytest
 import torch
+from torch_kda.kda.sampler import stream_keys, stream_starts
 from torch_kda.kda.step import StepBuffers, StepInputs
 from torch_kda.scheduler.batch import ScheduledBatch, ScheduledRow
+from torch_kda.scheduler.request import SamplingParams
 from torch_kda.tests.kda.oracle import row
 
 BLOCK = 16
@@ -32,7 +34,7 @@ def random_row(rng: random.Random, slots: list[int], *, decode: bool, most: int)
     positions = sorted(
         rng.sample(range(start + 16, start + length + 1, 16), k=min(2, length // 16))
     )
-    return row(
+    fields = row(
         [rng.randrange(1, 500) for _ in range(length)],
         start,
         src=slots.pop() if start else -1,
@@ -43,6 +45,12 @@ def random_row(rng: random.Random, slots: list[int], *, decode: bool, most: int)
         exports=() if decode else tuple((p, slots.pop()) for p in positions),
         kv_start=rng.choice([0, start, start + length // 2]),
         prev_row=rng.choice([-1, -1, 3]),
+    )
+    temperature = rng.choice([0, 0.3, 2.0])
+    return fields._replace(
+        samples=decode or rng.random() < 0.7,
+        sampling=SamplingParams(temperature=temperature, seed=rng.getrandbits(70)),
+        sample_index=rng.randrange(1000),
     )
 
 
@@ -109,6 +117,17 @@ def plain(batch: ScheduledBatch, D: int, T: int, K: int) -> dict[str, list]:
     return out
 
 
+def plain_draws(batch: ScheduledBatch, R: int, K: int) -> tuple[list[float], list[int]]:
+    """[R] temperatures, padded, and keys of the batch's own rows, an element at a time."""
+    temperatures, keys = [], []
+    for r in batch.rows:
+        for i in range(1 + K if r.is_decode else 1):
+            temperatures.append(np.float32(r.sampling.temperature if r.samples else 0))
+            seed = r.sampling.seed if r.samples else 0
+            keys += stream_keys(stream_starts([seed]), [r.sample_index + i]).tolist()
+    return temperatures + [0] * (R - len(temperatures)), keys
+
+
 def random_batch(rng: random.Random, K: int) -> ScheduledBatch:
     slots = rng.sample(range(200), 200)
     decode = [
@@ -118,7 +137,7 @@ def random_batch(rng: random.Random, K: int) -> ScheduledBatch:
         random_row(rng, slots, decode=False, most=rng.choice([1, 20, 36]))
         for _ in range(rng.choice([0, 0, 1, 5]))
     ]
-    return ScheduledBatch(0, (*decode, *prefill))
+    return ScheduledBatch.of(0, (*decode, *prefill))
 
 
 @pytest.mark.parametrize("K", [0, 2])
@@ -138,11 +157,45 @@ def test_fill(K: int) -> None:
             assert tensor.dtype == torch.int32 and tensor.is_contiguous()
             assert tensor.tolist() == values, name
         assert into.prev_rows.tolist() == prev_rows
+        temperatures, keys = plain_draws(batch, len(inputs.sample_rows), K)
+        assert into.sampling.is_greedy == (not any(temperatures))
+        if any(temperatures):
+            assert into.temperature[: len(temperatures)].tolist() == temperatures
+            assert into.keys[: len(keys)].tolist() == keys
+    assert into.temperature.dtype == torch.float32 and into.keys.dtype == torch.int64
+
+
+def test_fill_looks_up_the_same_rows_once() -> None:
+    """What rows ask for is read again when one of them is another, or doesn't sample."""
+    greedy, drawn, into = SamplingParams(temperature=0), SamplingParams(seed=4), buffers()
+
+    def fill(*params: SamplingParams, index: int = 0, samples: bool = True) -> tuple:
+        made = [
+            row([1], 3, src=0, dst=1, blocks=array("i", [5]), decode=True)._replace(
+                sampling=asked, sample_index=index, samples=samples
+            )
+            for asked in params
+        ]
+        into.fill(ScheduledBatch.of(0, tuple(made)))
+        return into.sampling, into.temperature[:2].tolist(), into.keys[:2].tolist()
+
+    plan, temperatures, keys = fill(greedy, drawn)
+    assert temperatures == [0, 1]
+    again, temperatures, later = fill(greedy, drawn, index=1)
+    assert again is plan and temperatures == [0, 1]
+    assert later == stream_keys(stream_starts([0, 4]), [1, 1]).tolist() != keys
+    moved, temperatures, _ = fill(drawn, greedy)
+    assert moved is not plan and temperatures == [1, 0]
+    assert fill(drawn)[1] == [1, 0]
+    assert fill(drawn, samples=False)[0].is_greedy
+    assert not fill(drawn)[0].is_greedy
+    into.fill(ScheduledBatch.of(0, ()))
+    assert into.sampling.takes_argmax
 
 
 def test_fill_sizes_by_default() -> None:
     """Without a layout: the batch's own D, and T rounded up to a multiple of 16."""
-    batch = ScheduledBatch(
+    batch = ScheduledBatch.of(
         0,
         (
             row([1], 3, src=0, dst=1, blocks=array("i", [5]), decode=True),
@@ -155,7 +208,7 @@ def test_fill_sizes_by_default() -> None:
 
 
 def test_fill_exports_are_sorted() -> None:
-    batch = ScheduledBatch(
+    batch = ScheduledBatch.of(
         0,
         (row([1] * 50, 16, src=0, dst=1, blocks=array("i", range(5)), exports=((64, 3), (32, 4))),),
     )
@@ -167,25 +220,26 @@ def test_fill_exports_are_sorted() -> None:
 def test_fill_keeps_addresses() -> None:
     """A (D, T) has the same memory each time, so a captured graph can be replayed."""
     into, rng = buffers(), random.Random(1)
-    empty = ScheduledBatch(0, ())
-    first = [x.data_ptr() for x in into.fill(empty, 3, 32)]
+    empty = ScheduledBatch.of(0, ())
+    first = [x.data_ptr() for x in (*into.fill(empty, 3, 32), into.temperature, into.keys)]
     for _ in range(5):
         into.fill(random_batch(rng, 0), 6, 192)
-    assert [x.data_ptr() for x in into.fill(empty, 3, 32)] == first
+    held = (*into.fill(empty, 3, 32), into.temperature, into.keys)
+    assert [x.data_ptr() for x in held] == first
     assert all(address % 16 == 0 for address in first)
 
 
 def test_fill_keeps_few_layouts() -> None:
     into = buffers(max_prefill_tokens=16 * 3000)
     for T in range(16, 16 * 1100, 16):
-        into.fill(ScheduledBatch(0, ()), 0, T)
+        into.fill(ScheduledBatch.of(0, ()), 0, T)
     assert len(into._layouts) < 1024
 
 
 @pytest.mark.parametrize("D,T", [(7, 0), (0, 208), (1, 8)])
 def test_fill_asserts_capacity(D: int, T: int) -> None:
     with pytest.raises(AssertionError, match="=7|=208|T=8"):
-        buffers().fill(ScheduledBatch(0, ()), D, T)
+        buffers().fill(ScheduledBatch.of(0, ()), D, T)
 
 
 def test_take_tokens() -> None:
@@ -197,7 +251,7 @@ def test_take_tokens() -> None:
         row([0], 9, src=4, dst=5, blocks=array("i", [2]), decode=True, prev_row=0),
         row([7, 8, 0], 0, src=-1, dst=6, blocks=array("i", [3]), prev_row=1),
     ]
-    inputs = into.fill(ScheduledBatch(0, tuple(rows)), 4, 16)
+    inputs = into.fill(ScheduledBatch.of(0, tuple(rows)), 4, 16)
     into.take_tokens(inputs, into.prev_rows, torch.tensor([90, 91, 92]))
     assert inputs.input_ids.tolist() == [92, 44, 90, 0, 7, 8, 91, *[0] * 13]
 
@@ -208,12 +262,17 @@ def test_fill_on_gpu() -> None:
     on_gpu = StepBuffers(**CAPACITY, device="cuda")
     on_cpu, rng = buffers(), random.Random(2)
     batches = [random_batch(rng, 0) for _ in range(60)]
-    seen = []
+    names = (*StepInputs._fields, "prev_rows", "temperature", "keys")
+
+    def tensors_of(into: StepBuffers, batch: ScheduledBatch) -> list[torch.Tensor]:
+        inputs = into.fill(batch, 6, 192)
+        # keys of rows of padding are anything, and those of greedy steps too
+        count = 0 if into.sampling.is_greedy else len(batch.rows)
+        draws = (into.temperature[: count and 6 + 5], into.keys[:count])
+        return [x.clone() for x in (*inputs, into.prev_rows, *draws)]
+
     torch.cuda._sleep(20_000_000)  # the copies queue up behind this
-    for batch in batches:
-        inputs = on_gpu.fill(batch, 6, 192)
-        seen.append((*(x.clone() for x in inputs), on_gpu.prev_rows.clone()))
+    seen = [tensors_of(on_gpu, batch) for batch in batches]
     for batch, tensors in zip(batches, seen, strict=True):
-        expected = (*on_cpu.fill(batch, 6, 192), on_cpu.prev_rows)
-        for name, a, b in zip((*StepInputs._fields, "prev_rows"), tensors, expected, strict=True):
+        for name, a, b in zip(names, tensors, tensors_of(on_cpu, batch), strict=True):
             assert torch.equal(a.cpu(), b), name

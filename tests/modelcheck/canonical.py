@@ -113,7 +113,6 @@ def _live(
         live.scheduled_end,
         live.num_proven,
         live.num_in_flight,
-        live.num_pending,
         steps.get(live.last_step, -1),
         live.last_row if live.num_in_flight else -1,
         live.is_discarded,

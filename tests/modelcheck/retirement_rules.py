@@ -1,5 +1,6 @@
 """What has to be visible, and what may be gone, when a step has retired or a request stopped."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch_kda.cache.node import Node
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_commit(
-    world: "World", before: Before, flight: Flight, outputs: list[RequestOutput]
+    world: "World", before: Before, flight: Flight, outputs: Sequence[RequestOutput]
 ) -> None:
     """What the step wrote is visible now, and nothing that was visible is lost but for a deeper
     state.
@@ -44,13 +45,13 @@ def check_commit(
                 assert live.num_proven == live.request.num_computed_tokens
 
 
-def _num_new(row: ScheduledRow, outputs: list[RequestOutput]) -> int:
+def _num_new(row: ScheduledRow, outputs: Sequence[RequestOutput]) -> int:
     """Tokens that a decode row gave; 1 if its request had ended before."""
     return max((len(o.token_ids) for o in outputs if o.request_id == row.request_id), default=1)
 
 
 def check_fail(
-    world: "World", before: Before, flight: Flight, outputs: list[RequestOutput]
+    world: "World", before: Before, flight: Flight, outputs: Sequence[RequestOutput]
 ) -> None:
     """All requests of the step end, and the steps after it count for nothing."""
     _check_kept(world, before)

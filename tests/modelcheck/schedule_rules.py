@@ -96,19 +96,25 @@ def _check_first_without_row(world: "World", before: Before, batch: ScheduledBat
         if status is RequestStatus.WAITING:
             reason = is_used_up or _is_deferred(world, live) or not _has_room(world, live)
         elif live.is_decoding:
-            if len(live.token_ids) + live.num_pending >= live.limit:
+            if len(live.token_ids) + _num_pending(world, live) >= live.limit:
                 continue  # its last token is on its way
             # how many drafts are accepted may not be known yet
-            reason = live.num_pending and limits.num_speculative_tokens
+            reason = _num_pending(world, live) and limits.num_speculative_tokens
             reason = reason or cache.num_available_blocks == 0
         else:
             end = min(live.prefill_end, live.scheduled_end + limits.max_num_batched_tokens)
             missing = -(-end // cache.block_size) - len(live.table)
             reason = is_used_up or cache.num_available_blocks < missing
         assert reason, f"{live.request_id} stands still, and nothing is in its way"
-        if status is RequestStatus.RUNNING and not (is_used_up or live.num_pending):
+        if status is RequestStatus.RUNNING and not (is_used_up or _num_pending(world, live)):
             _check_nobody_overtakes(world, before, live)
         return
+
+
+def _num_pending(world: "World", live: LiveRequest) -> int:
+    """Tokens that steps in flight sample for a running request."""
+    rows = [row for batch in world.in_flight for row in batch.rows]
+    return sum(row.samples for row in rows if row.request_id == live.request_id)
 
 
 def _check_nobody_overtakes(world: "World", before: Before, starved: LiveRequest) -> None:

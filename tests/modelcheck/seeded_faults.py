@@ -43,13 +43,13 @@ VISIBILITY = (
     Fault(
         "requests of steps after a failed one leave their running state behind",
         SCHEDULER + "fail",
-        "            live.is_discarded = True\n    return outputs",
-        "            pass\n    return outputs",
+        "            live.is_discarded = True\n    return",
+        "            pass\n    return",
         scope="failures below and above",
     ),
     Fault(
         "what runs past the end of a request counts",
-        SCHEDULER + "_commit_row",
+        SCHEDULER + "_commit_rows",
         "self.queues.finish(live, is_discarded=True)",
         "self.queues.finish(live, is_discarded=False)",
         scope="ends at any token",
@@ -62,8 +62,8 @@ VISIBILITY = (
     ),
     Fault(
         "draft KV counts before the tokens that it depends on are known",
-        SCHEDULER + "_commit_row",
-        "known - self.cache.lookahead",
+        SCHEDULER + "_commit_rows",
+        "known - lookahead",
         "known",
         scope="draft layers",
     ),
@@ -95,9 +95,9 @@ VISIBILITY = (
     ),
     Fault(
         "the computed count stays where it was",
-        SCHEDULER + "_commit_row",
+        SCHEDULER + "_commit_rows",
         "request.num_computed_tokens = end",
-        "request.num_computed_tokens = row.start",
+        "request.num_computed_tokens = start",
     ),
 )
 
@@ -298,9 +298,9 @@ EXITS = (
     ),
     Fault(
         "leak when a request is aborted with steps in flight",
-        SCHEDULER + "_commit_row",
-        "elif not live.num_in_flight and",
-        "elif False and",
+        SCHEDULER + "_commit_rows",
+        "status is not _RUNNING and not live.num_in_flight",
+        "False",
     ),
     Fault(
         "exports of a failed step leak",
@@ -561,8 +561,8 @@ ROWS = (
     Fault(
         "runs one token past its end",
         PASS + "_plan_decode",
-        "known + live.num_pending >= live.limit",
-        "known + live.num_pending > live.limit",
+        "end >= live.limit",
+        "end > live.limit",
         scope="blocks for one",
     ),
     Fault(
@@ -575,8 +575,8 @@ ROWS = (
     Fault(
         "kept scratch state is one token off",
         SCHEDULER + "_choose_slot",
-        "slots[position - row.start - 1]",
-        "slots[position - row.start]",
+        "slots[position - start - 1]",
+        "slots[position - start]",
         scope="one draft",
     ),
     Fault(
@@ -610,15 +610,15 @@ ROWS = (
     Fault(
         "more drafts than can be accepted",
         PASS + "_plan_decode",
-        "live.drafts[: live.limit - known - 1]",
-        "live.drafts[: live.limit - known]",
+        "live.drafts[: live.limit - end - 1]",
+        "live.drafts[: live.limit - end]",
         scope="one draft",
     ),
     Fault(
         "accepted drafts count one too many",
         SCHEDULER + "_choose_slot",
-        "live.scheduled_end = row.start + num_tokens",
-        "live.scheduled_end = row.start + num_tokens + 1",
+        "live.scheduled_end = start + num_tokens",
+        "live.scheduled_end = start + num_tokens + 1",
         scope="one draft",
     ),
 )

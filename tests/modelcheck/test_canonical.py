@@ -59,7 +59,7 @@ IN_FORM = {
     LiveRequest: {
         *("request", "token_ids", "deferred_to", "drafts", "node", "table", "slots"),
         *("grid_state", "kept", "decode_states", "plan", "prefill_end", "kv_cached"),
-        *("scheduled_end", "num_proven", "num_in_flight", "num_pending", "last_step", "last_row"),
+        *("scheduled_end", "num_proven", "num_in_flight", "last_step", "last_row"),
         "is_discarded",
     },
     Request: {"request_id", "token_ids", "status", "num_computed_tokens"},

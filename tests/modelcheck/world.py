@@ -3,6 +3,7 @@ that may come next.
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch_kda.cache.prefix_cache import PrefixCache
@@ -187,7 +188,7 @@ class World:
         batch, drafts = flight.batch, ()
         if flight.has_failed:
             self.ghost.fail(batch)
-            assert self.scheduler.commit(batch, []) == []
+            assert not self.scheduler.commit(batch, [])
             return
         most = self.scope.drafts
         if most:
@@ -211,11 +212,11 @@ class World:
         outputs = self.scheduler.fail(flight.batch, "boom")
         self._take(outputs)
         if has_failed:
-            assert outputs == []
+            assert not outputs
         else:
             retirement_rules.check_fail(self, before, flight, outputs)
 
-    def _take(self, outputs: list[RequestOutput]) -> None:
+    def _take(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             assert output.request_id in self.outputs, f"{output} came after its end"
             got = self.outputs[output.request_id]

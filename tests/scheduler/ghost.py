@@ -341,7 +341,7 @@ class Bench:
         self.check()
         return batch
 
-    def commit(self) -> list[RequestOutput]:
+    def commit(self) -> Sequence[RequestOutput]:
         batch = self.in_flight.pop(0)
         if batch.step in self.doomed:
             self.ghost.fail(batch)
@@ -355,14 +355,14 @@ class Bench:
             ]
         return self._take(self.scheduler.commit(batch, tokens, drafts=drafts))
 
-    def fail(self, error: str = "boom") -> list[RequestOutput]:
+    def fail(self, error: str = "boom") -> Sequence[RequestOutput]:
         batch = self.in_flight.pop(0)
         self.ghost.fail(batch)
         if batch.step not in self.doomed:
             self.doomed.update(later.step for later in self.in_flight)
         return self._take(self.scheduler.fail(batch, error))
 
-    def _take(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    def _take(self, outputs: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
         for output in outputs:
             assert output.request_id not in self.reasons, f"{output} came after its end"
             self.outputs[output.request_id] += output.token_ids

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +71,7 @@ class Faulty(StandIn):
         self._row, self._result = row, result
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        changed = replace(batch, rows=tuple(self._row(row) for row in batch.rows))
+        changed = ScheduledBatch.of(batch.step, map(self._row, batch.rows))
         return self.runner.launch(changed)._replace(batch=batch)
 
     def finish(self, launched: LaunchedStep) -> StepResult:
