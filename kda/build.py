@@ -148,8 +148,19 @@ def _freeze(engine: Engine) -> None:
     """
     gc.collect()  # what is garbage already must not stay
     gc.freeze()
-    # later garbage among them, such as this engine's graphs, can only go once they are looked at
-    weakref.finalize(engine, gc.unfreeze).atexit = False
+    holder = object()
+    _FREEZE_HOLDERS.add(holder)
+    weakref.finalize(engine, _unfreeze, holder).atexit = False
+
+
+_FREEZE_HOLDERS: set[object] = set()  # one for each engine that lives and froze
+
+
+def _unfreeze(holder: object) -> None:
+    """Garbage among what is frozen, such as the engine's graphs, can only go once it is looked at."""
+    _FREEZE_HOLDERS.remove(holder)
+    if not _FREEZE_HOLDERS:  # there is one heap for all engines
+        gc.unfreeze()
 
 
 def describe(engine: Engine) -> list[str]:

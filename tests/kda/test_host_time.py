@@ -69,6 +69,9 @@ def test_warm_up_ends_frozen() -> None:
     assert gc.get_freeze_count() > before / 2  # of what there was, all but garbage
     assert len(gc.get_objects()) < 1000
     runner = weakref.ref(engine.runner)
+    second = stub_engine()
+    del second
+    assert gc.get_freeze_count() > before / 2  # the first one still lives
     del engine
     assert gc.get_freeze_count() == 0 and len(gc.get_objects()) > before / 2
     # the recorded steps refer to their runner, which refers to them
