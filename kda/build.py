@@ -157,7 +157,7 @@ _FREEZE_HOLDERS: set[object] = set()  # one for each engine that lives and froze
 
 
 def _unfreeze(holder: object) -> None:
-    """Garbage among what is frozen, such as the engine's graphs, can only go once it is looked at."""
+    """What is garbage by now, such as the engine's graphs, can only go once it is looked at."""
     _FREEZE_HOLDERS.remove(holder)
     if not _FREEZE_HOLDERS:  # there is one heap for all engines
         gc.unfreeze()

@@ -7,7 +7,6 @@ from ..kda.runner import ModelRunner
 from ..ops.kda import kda_decode
 from .timing import l2_bytes, num_input_sets, time_calls
 
-
 REPEATS = 8
 
 
