@@ -164,7 +164,7 @@ def _decode(data: Mapping[str, Any]) -> list[str]:
     rows = data["decode"]
     if not rows:
         return []
-    eager = data["meta"].get("eager_decode_us", {})
+    eager, quiet = (data["meta"].get(name, {}) for name in ("eager_decode_us", "host_p10_us"))
     table = [
         [
             row["batch"],
@@ -172,6 +172,7 @@ def _decode(data: Mapping[str, Any]) -> list[str]:
             _number(row["floor_us"]),
             _ratio(row["step_us"], row["floor_us"]),
             _number(row["host_us"]),
+            _number(quiet.get(str(row["batch"]))),
             _number(row["kda_us"]),
             _ratio(row["kda_us"], row["kda_floor_us"]),
             _number(eager.get(str(row["batch"]))),
@@ -179,8 +180,8 @@ def _decode(data: Mapping[str, Any]) -> list[str]:
         ]
         for row in rows
     ]
-    heads = ["batch", "step us", "floor us", "step/floor", "host us", "KDA op us", "KDA/floor"]
-    heads += ["eager us", "transformers + FLA us"]
+    heads = ["batch", "step us", "floor us", "step/floor", "host us", "its quietest tenth"]
+    heads += ["KDA op us", "KDA/floor", "eager us", "transformers + FLA us"]
     text = (
         f"## Decode after {data['meta'].get('decode_context')} tokens\n\nFloor: weights of the "
         "experts that the step wakes and all others once, states and windows read and written, "
