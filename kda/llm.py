@@ -1,8 +1,12 @@
 """The front door of a Python program: a model that answers prompts."""
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -105,6 +109,7 @@ class LLM:
         self.tokenizer = tokenizer
         runner = ModelRunner(loaded, config)
         self.engine = build_engine(runner, config, tokenizer, weights=_fingerprint(folder))
+        self._turns = threading.Lock()
 
     def generate(
         self,
@@ -113,9 +118,10 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer prompts, in their order.
+        """Answer prompts, in their order. Calls from several threads take turns.
 
         A forward that fails ends the requests that were in it: their `finish_reason` is "error".
+        Ctrl-C ends the call after the step that is running; a second one does not wait.
 
         Args:
             prompts: one prompt or several, each a text or token ids.
@@ -133,24 +139,28 @@ class LLM:
                 self.engine.check(prompt, one)
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from None
-        answers = {
-            self.engine.submit(prompt, one): _Answer(len(prompt), one.logprobs is not None)
-            for prompt, one in zip(ids, params, strict=True)
-        }
-        try:
-            self._finish(answers, progress)
-        finally:
-            # an interrupt in the middle leaves nothing behind
-            for request_id in answers:
-                self.engine.abort(request_id)
+        with self._turns, _late_interrupts() as interrupt:
+            answers = {
+                self.engine.submit(prompt, one): _Answer(len(prompt), one.logprobs is not None)
+                for prompt, one in zip(ids, params, strict=True)
+            }
+            try:
+                self._finish(answers, progress, interrupt)
+            finally:
+                # an interrupt in the middle leaves nothing behind
+                for request_id in answers:
+                    self.engine.abort(request_id)
         return [answer.output() for answer in answers.values()]
 
-    def _finish(self, answers: dict[str, _Answer], progress: bool) -> None:
+    def _finish(
+        self, answers: dict[str, _Answer], progress: bool, interrupt: Callable[[], None]
+    ) -> None:
         with _Progress(len(answers), progress) as bar:
             while self.engine.has_work:
                 for update in self.engine.step():
                     answers[update.request_id].updates.append(update)
                     bar.advance(update)
+                interrupt()
 
     def _token_ids(self, index: int, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -172,6 +182,34 @@ class LLM:
         except ValueError as error:  # token ids still work, so this is said when a text comes
             self._no_tokenizer = str(error)
             return None
+
+
+@contextmanager
+def _late_interrupts() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back until what is given is called: a step that is cut off anywhere would leave
+    an engine that has planned what it never launched. The second one is not held back.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    # signals come to the main thread alone, and who ignores them goes on ignoring them
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
+        return
+    frames: list[FrameType | None] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        frames.append(frame)
+        if len(frames) > 1:
+            handler(number, frame)
+
+    def interrupt() -> None:
+        if frames:
+            handler(signal.SIGINT, frames.pop())
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def engine_config(settings: dict[str, Any]) -> EngineConfig:

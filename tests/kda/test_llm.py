@@ -1,5 +1,7 @@
 """The front door: what prompts may look like, what comes back, and what is refused."""
 
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,18 +91,47 @@ def test_generate_failing_forward(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     assert llm.generate("some prompt", GREEDY)[0].token_ids == expected
 
 
-def test_generate_interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    """Ctrl-C in the middle leaves no request behind."""
+@pytest.mark.parametrize(("part", "name"), [("scheduler", "schedule"), ("runner", "launch")])
+def test_generate_interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str, name: str):
+    """Ctrl-C ends a call between two steps, wherever it comes, and the next call is as ever."""
+    expected = llm.generate("a prompt", GREEDY)[0].token_ids
+    owner, signals = getattr(llm.engine, part), [signal.SIGINT]
+    call = getattr(owner, name)
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupted(*arguments: object):
+        while signals:
+            signal.raise_signal(signals.pop())
+        return call(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "step", interrupted)
+        patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(["a", "b"], GREEDY)
+            llm.generate("another prompt", GREEDY)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.generate("a prompt", GREEDY)[0].token_ids == expected
+
+
+def test_generate_interrupted_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """Who presses Ctrl-C again does not wait for a step that may hang."""
+
+    def hangs(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second one came to nothing")
+
+    monkeypatch.setattr(llm.engine, "step", hangs)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("a prompt", GREEDY)
     assert not llm.engine.has_work
-    assert len(llm.generate("a", GREEDY)[0].token_ids) == 5
+
+
+def test_generate_from_threads(llm: LLM):
+    """Calls take turns: the answers are those of one after the other."""
+    prompts = [f"prompt {i}" for i in range(4)]
+    expected = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: llm.generate(prompt, GREEDY), prompts))
+    assert [output.token_ids for (output,) in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_load_events_file(out: Path) -> None:
 @pytest.mark.parametrize("kind", ["eager", "replay"])
 @pytest.mark.parametrize("mode", TRACES)
 def test_traces_of_an_h200_show_their_passes(mode: str, kind: str, tmp_path: Path) -> None:
-    """Those in the repository, through TensorBoard's reader: 9 KDA layers in each forward."""
+    """Those in the repository, through TensorBoard's reader: 20 KDA layers in each forward."""
     from torch_tb_profiler.profiler.data import RunProfileData
     from torch_tb_profiler.profiler.run_generator import RunGenerator
 
@@ -194,4 +194,4 @@ def test_traces_of_an_h200_show_their_passes(mode: str, kind: str, tmp_path: Pat
     events = load_events(path)
     assert len(forwards(events)) == TRACES[mode]
     scans = [e for e in device_events(events) if e.name.startswith("kda_scan")]
-    assert len(scans) == 9 * TRACES[mode]
+    assert len(scans) == 20 * TRACES[mode]
