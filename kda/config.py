@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 DTYPES = ("float32", "bfloat16")
 CHECKPOINT_ALIGNMENT = 16  # tokens; the chunk of the KDA ops, on every device
 CONV_WIDTH = 4  # taps of the short convolution
+MAX_LAYERS = 1000  # far above what any model has: lists of layers are made by their number
 
 _POSITIVE_FIELDS = (
     "vocab_size",
     "hidden_size",
-    "num_hidden_layers",
     "max_model_len",
     "linear_num_heads",
     "linear_head_dim",
@@ -121,6 +121,7 @@ class ModelConfig:
         for field in _POSITIVE_FIELDS:
             require(getattr(self, field) >= 1, field, ">= 1")
         layers = self.num_hidden_layers
+        require(1 <= layers <= MAX_LAYERS, "num_hidden_layers", f"in [1, {MAX_LAYERS}]")
         require(
             list(self.mla_layers) == sorted(set(self.mla_layers) & set(range(layers))),
             "mla_layers",

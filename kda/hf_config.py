@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .config import CONV_WIDTH, ModelConfig
+from .config import CONV_WIDTH, MAX_LAYERS, ModelConfig
 
 # what the format can ask for and the one answer that is built; a key that is absent means this
 _ONLY_BUILT = {
@@ -49,8 +49,11 @@ def read_hf_config(config: Mapping[str, Any], *, name: str = "kimi-linear") -> M
         raise ValueError(f"config.json: {' or '.join(keys)} is missing")
 
     num_layers = get("num_hidden_layers")
-    if type(num_layers) is not int or num_layers < 1:
-        raise ValueError(f"config.json: num_hidden_layers must be 1 or more, got {num_layers!r}")
+    if type(num_layers) is not int or not 1 <= num_layers <= MAX_LAYERS:
+        raise ValueError(
+            f"config.json: num_hidden_layers must be an integer in [1, {MAX_LAYERS}], "
+            f"got {num_layers!r}"
+        )
     eos = config.get("eos_token_id")
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     return ModelConfig(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .config import ModelConfig
+from .config import MAX_LAYERS, ModelConfig
 
 # `also_mla`: layers that attend beside every fourth one. The last two presets keep KDA geometry,
 # gates and widths of their models (one of eight ranks for K3) in a short stack. Residuals,
@@ -127,7 +127,7 @@ def model_preset(name: str, **overrides: Any) -> ModelConfig:
     fields = {"name": name, **PRESETS[name], **overrides}
     also_mla = fields.pop("also_mla")
     num_layers = fields["num_hidden_layers"]
-    pattern = tuple(i for i in range(num_layers) if i % 4 == 3 or i in also_mla)
+    pattern = tuple(i for i in range(min(num_layers, MAX_LAYERS)) if i % 4 == 3 or i in also_mla)
     fields.setdefault("mla_layers", pattern)
     # a stack cut below its dense layers is dense throughout
     if "num_dense_layers" not in overrides:

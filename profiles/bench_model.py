@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from ..kda.command import clear_errors, make_folder
+from ..kda.config import MAX_LAYERS
 from . import peer_fla
 from .model_report import merge, read
 from .model_stages import STAGES, Bench, Sizes, write
-from .options import MAX_LAYERS, Parser, integer, integers, names, positive, read_results
+from .options import Parser, integer, integers, names, positive, read_results
 
 MAX_STREAMS, MAX_MINUTES = 256, 1440
 

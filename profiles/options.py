@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # far above what any preset has or takes
-MAX_LAYERS, MAX_TOKENS, MAX_ROUNDS = 128, 10_000_000, 1_000_000
+MAX_TOKENS, MAX_ROUNDS = 10_000_000, 1_000_000
 
 
 class Parser(argparse.ArgumentParser):

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ..kda.build import load_model
 from ..kda.command import check_file, clear_errors
-from ..kda.config import EngineConfig
+from ..kda.config import MAX_LAYERS, EngineConfig
 from ..kda.hf_config import write_hf_config
 from ..kda.layers import GatedMLP
 from ..kda.mixers import AttentionMixer, KDAMixer
 from ..kda.model import Block, KDAForCausalLM
 from ..kda.presets import model_preset
-from .options import MAX_LAYERS, MAX_TOKENS, Parser, integer, integers
+from .options import MAX_TOKENS, Parser, integer, integers
 
 SHAPE = {"prefill_ms": dict, "decode_us": dict}  # of its JSON, by size; versions beside them
 

@@ -24,13 +24,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..kda.build import build_engine, load_model
 from ..kda.command import clear_errors, make_folder
-from ..kda.config import EngineConfig
+from ..kda.config import MAX_LAYERS, EngineConfig
 from ..kda.mixers import KDAMixer
 from ..kda.model import Block, KDAForCausalLM
 from ..kda.presets import model_preset
 from ..kda.runner import LaunchedStep, ModelRunner, StepResult
 from ..scheduler.batch import ScheduledBatch
-from .options import MAX_LAYERS, MAX_TOKENS, Parser, integer
+from .options import MAX_TOKENS, Parser, integer
 from .workloads import Client, StandIn
 
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")

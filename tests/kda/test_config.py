@@ -91,6 +91,7 @@ def test_preset_unknown() -> None:
         ("eos_token_ids", ("z",)),
         ("moe_renormalize", 1),
         ("num_hidden_layers", 0),
+        ("num_hidden_layers", 10**9),
         ("mla_layers", (4,)),
         ("mla_layers", (2, 1)),
         ("mla_layers", (1, 1)),
@@ -108,6 +109,12 @@ def test_preset_unknown() -> None:
 def test_model_config_checks(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"ModelConfig 'tiny': {field} must be .*, got "):
         replace(model_preset("tiny"), **{field: value})
+
+
+def test_preset_of_too_many_layers() -> None:
+    """Refused before a number of layers becomes a list of them."""
+    with pytest.raises(ValueError, match=r"num_hidden_layers must be in \[1, 1000\], got 10{9}"):
+        model_preset("tiny", num_hidden_layers=10**9)
 
 
 def test_configs_are_frozen() -> None:
@@ -149,8 +156,10 @@ def test_hf_config_never_guesses_layers() -> None:
     [
         ({"model_type": "llama"}, ValueError, "model_type must be 'kimi_linear', got 'llama'"),
         ({"hidden_size": ...}, ValueError, "hidden_size is missing"),
-        ({"num_hidden_layers": 2.5}, ValueError, "num_hidden_layers must be 1 or more, got 2.5"),
-        ({"num_hidden_layers": None}, ValueError, "num_hidden_layers must be 1 or more, got None"),
+        *(
+            ({"num_hidden_layers": n}, ValueError, rf"must be an integer in \[1, 1000\], got {n}")
+            for n in (2.5, None, 0, 1001, 10**9)
+        ),
         ({"linear_attn_config": 5}, ValueError, "linear_attn_config must be an object, got 5"),
         ({"num_experts": ...}, ValueError, "num_experts or num_local_experts is missing"),
         ({"tie_word_embeddings": True}, NotImplementedError, "tie_word_embeddings = True"),

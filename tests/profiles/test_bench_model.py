@@ -117,7 +117,7 @@ def test_merge(out: Path) -> None:
         ),
         *(("--streams", value, "an integer from 1 to 256") for value in ("", "99999999999")),
         *(("--minutes", value, "above 0, 1,440 at most") for value in ("0", "-1", "nan", "inf")),
-        ("--layers", "129", "an integer from 1 to 128"),
+        ("--layers", "1001", "an integer from 1 to 1,000"),
     ],
 )
 def test_parse_refuses(
