@@ -27,7 +27,18 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for objects")
     options = parser.parse_args(arguments)
-    for arch in options.arch or ["sm_90a"]:
+    if objects.package_version("nvidia-cutlass-dsl") is None:
+        cure = "pip install 'torch-kda[cuda]'"
+        parser.exit(1, f"{parser.prog}: there is no CuTe DSL to compile with; {cure}\n")
+    archs = options.arch or ["sm_90a"]
+    for folder in (options.out / arch for arch in archs):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            why = f"{folder} is no folder that can be written: {error.strerror}"
+            parser.exit(2, f"{parser.prog}: --out: {why}\n")
+    for arch in archs:
         build(arch, options.out)
 
 

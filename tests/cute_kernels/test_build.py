@@ -37,3 +37,33 @@ def test_build_refuses(arguments: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit) as end:
         build.main(arguments)
     assert end.value.code == 2 and "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["file", "file/x", "folder"])
+def test_build_checks_its_folder_first(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(objects, "package_version", lambda _: "1")
+    monkeypatch.setattr(build, "build", lambda *_: pytest.fail("it ran"))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "sm_90a").touch()
+    with pytest.raises(SystemExit) as end:
+        build.main(["--out", str(tmp_path / name)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert f"--out: {tmp_path / name / 'sm_90a'} is no folder that can be written: " in line
+
+
+def test_build_without_the_dsl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Old objects stay."""
+    monkeypatch.setattr(objects, "package_version", lambda _: None)
+    (tmp_path / "sm_90a").mkdir()
+    (tmp_path / "sm_90a" / "old.so").touch()
+    with pytest.raises(SystemExit) as end:
+        build.main(["--out", str(tmp_path)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and "pip install 'torch-kda[cuda]'" in line
+    assert (tmp_path / "sm_90a" / "old.so").exists()
