@@ -9,7 +9,7 @@ from typing import Any
 from ..kda.command import make_folder
 from ..kda.timeline import can_draw
 from .kda_cells import Cell
-from .options import read_results
+from .options import Positive, read_results
 
 PEERS = ("vllm", "fla", "cudnn")
 COLORS = {"torch_kda": "#0b6e4f", "vllm": "#d08c2f", "fla": "#6b7a8f", "cudnn": "#8f5b8a"}
@@ -17,12 +17,13 @@ STATE_BYTES = 4 * 128 * 128
 
 Row = dict[str, Any]
 
-_BY_NAME = {name: float | int | None for name in ("torch_kda", *PEERS)}
+_ERRORS = {name: float | int | None for name in ("torch_kda", *PEERS)}
+_TIMES = dict.fromkeys(_ERRORS, Positive | None)
 SHAPE = {
     "meta": {
         **{key: str for key in ("gpu", "torch", "command")},
         **{key: str | None for key in ("driver", "commit")},
-        "copy_tb_s": float | int,
+        "copy_tb_s": Positive,
     },
     "rows": (
         {
@@ -30,8 +31,9 @@ SHAPE = {
             "lens": (int,),
             "gates": str,
             "checkpoints": int,
-            "floor_us": float | int,
-            **{key: _BY_NAME for key in ("us", "eager_us", "err_out", "err_state")},
+            "floor_us": Positive,
+            **{key: _TIMES for key in ("us", "eager_us")},
+            **{key: _ERRORS for key in ("err_out", "err_state")},
             "err_tokens": int,
         },
     ),

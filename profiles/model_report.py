@@ -4,27 +4,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .options import read_results
+from .options import Positive, read_results
 
-_NUMBER, _MAYBE = float | int, float | int | None
+_NUMBER, _MAYBE, _TIME = float | int, float | int | None, Positive | None
 SHAPE = {
     "meta": {
         **{key: str | None for key in ("gpu", "torch", "commit", "command")},
-        **{"model": str, "layers": int, "ttft_detail": dict},
+        **{"model": str, "layers": int},
+        "ttft_detail": {str: {str: {"ttft_ms_mean": Positive, "model_ttft_ms_mean": Positive}}},
     },
     "ttft": [
         {
-            **{"workload": str, "concurrency": int, "eager_fla_ms": _MAYBE},
-            **{f"{way}_pass_ms": _NUMBER for way in ("single", "two")},
+            **{"workload": str, "concurrency": int, "eager_fla_ms": _TIME},
+            **{f"{way}_pass_ms": Positive for way in ("single", "two")},
             **{f"{way}_forwards": _NUMBER for way in ("single", "two")},
         }
     ],
-    "prefill": [{"tokens": int, "ms": _NUMBER, "matmul_share": _MAYBE}],
+    "prefill": [{"tokens": int, "ms": Positive, "matmul_share": _MAYBE}],
     "decode": [
         {
-            **{"batch": int, "step_us": _NUMBER},
-            **{key: _MAYBE for key in ("floor_us", "host_us", "kda_us", "kda_floor_us")},
-            "eager_fla_step_us": _MAYBE,
+            **{"batch": int, "step_us": Positive},
+            **{key: _TIME for key in ("floor_us", "host_us", "kda_us", "kda_floor_us")},
+            "eager_fla_step_us": _TIME,
         }
     ],
     "compile": dict.fromkeys(("graph_breaks", "recompiles", "cold_s", "warm_s"), _MAYBE),

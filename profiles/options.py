@@ -79,13 +79,23 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+class _AboveZero(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, float | int) and value > 0
+
+
+class Positive(metaclass=_AboveZero):
+    """In a shape: a number above 0."""
+
+
 def read_results(path: Path, shape: Any, *, option: str, what: str) -> dict[str, Any]:
     """The JSON of a bench.
 
     Args:
-        shape: what it must be like. A dict: at least these keys, and their values like these.
-            A list of one: a list, each like it; a tuple of one: a list that isn't empty. Else a
-            type, or a union of types.
+        shape: what it must be like. A dict: at least these keys, and their values like these; of
+            the key str: whatever keys, each value like it. A list of one: a list, each like it; a
+            tuple of one: a list that isn't empty. Else a type, or a union of types. No number
+            anywhere is NaN or infinite.
         what: names it in errors.
 
     Raises:
@@ -97,7 +107,7 @@ def read_results(path: Path, shape: Any, *, option: str, what: str) -> dict[str,
         raise ValueError(f"{option}: {path} can't be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{option}: {path} is not JSON: {error}") from None
-    if (misfit := _misfit(found, shape)) is not None:
+    if (misfit := _misfit(found, shape) or _not_finite(found)) is not None:
         raise ValueError(f"{option}: {path} is not {what}: {misfit}")
     return found
 
@@ -108,7 +118,7 @@ def _misfit(value: Any, shape: Any, at: str = "") -> str | None:
     if isinstance(shape, dict):
         if not isinstance(value, dict):
             return f"{at or 'the whole'} is no object"
-        for key, part in shape.items():
+        for key, part in (dict.fromkeys(value, shape[str]) if str in shape else shape).items():
             place = f"{at}.{key}" if at else key
             if key not in value:
                 return f"it has no {place}"
@@ -120,3 +130,15 @@ def _misfit(value: Any, shape: Any, at: str = "") -> str | None:
     elif not isinstance(value, shape):
         return f"{at} is {json.dumps(value)[:40]}"
     return next((found for part in parts if (found := _misfit(*part)) is not None), None)
+
+
+def _not_finite(value: Any, at: str = "") -> str | None:
+    """The first place of a number that is NaN or infinite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{at} is {json.dumps(value)}"
+    parts: list[tuple[Any, str]] = []
+    if isinstance(value, dict):
+        parts = [(part, f"{at}.{key}" if at else key) for key, part in value.items()]
+    elif isinstance(value, list):
+        parts = [(part, f"{at}[{i}]") for i, part in enumerate(value)]
+    return next((found for part in parts if (found := _not_finite(*part)) is not None), None)

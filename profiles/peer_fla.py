@@ -24,9 +24,10 @@ from ..kda.layers import GatedMLP
 from ..kda.mixers import AttentionMixer, KDAMixer
 from ..kda.model import Block, KDAForCausalLM
 from ..kda.presets import model_preset
-from .options import MAX_TOKENS, Parser, integer, integers
+from .options import MAX_TOKENS, Parser, Positive, integer, integers
 
-SHAPE = {"prefill_ms": dict, "decode_us": dict}  # of its JSON, by size; versions beside them
+# of its JSON, by size; versions beside them
+SHAPE = {key: {str: Positive} for key in ("prefill_ms", "decode_us")}
 
 log = logging.getLogger("torch_kda.profiles.peer_fla")
 

@@ -164,6 +164,21 @@ def test_render_of_another(name: str | None, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("time", [0, float("nan")])
+@pytest.mark.parametrize(
+    ("stage", "key"), [("ttft", "two_pass_ms"), ("prefill", "ms"), ("decode", "step_us")]
+)
+def test_render_of_no_time(stage: str, key: str, time: float, tmp_path: Path) -> None:
+    data = json.loads((RESULTS / "model.json").read_text())
+    data[stage][0][key] = time
+    source = tmp_path / "model.json"
+    source.write_text(json.dumps(data))
+    arguments = ["--out", str(tmp_path / "out"), "--render", str(source)]
+    done = CliRunner().invoke(app, ["bench", "model", *arguments])
+    assert done.exit_code == 2 and done.output.count("\n") == 1
+    assert f"{stage}[0].{key} is {json.dumps(time)}" in done.output
+
+
 def test_render_of_the_published(tmp_path: Path) -> None:
     source = RESULTS / "model.json"
     arguments = ["--out", str(tmp_path), "--render", str(source)]

@@ -193,6 +193,18 @@ def test_main_render_without_rows(machine: None, tmp_path: Path) -> None:
         bench_ops.main(["--out", str(tmp_path), "--render", str(source)])
 
 
+@pytest.mark.parametrize("time", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["us", "eager_us"])
+def test_main_render_of_no_time(machine: None, tmp_path: Path, key: str, time: float) -> None:
+    data = json.loads(kda_prefill_json().read_text())
+    data["rows"][1][key]["torch_kda"] = time
+    source = tmp_path / "a.json"
+    source.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=rf"a\.json is not .*: rows\[1\]\.{key}\.torch_kda is "):
+        bench_ops.main(["--out", str(tmp_path / "out"), "--render", str(source)])
+    assert not (tmp_path / "out").exists()
+
+
 def test_main_out_is_checked_first(
     machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

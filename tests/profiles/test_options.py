@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch_kda.profiles.options import Parser, integers, names, positive, read_results
+from torch_kda.profiles.options import Parser, Positive, integers, names, positive, read_results
 
-SHAPE = {"meta": {"gpu": str | None}, "rows": ({"us": float | int, "lens": [int]},)}
-GOOD = {"meta": {"gpu": None}, "rows": [{"us": 1, "lens": []}, {"us": 1.5, "lens": [3]}]}
+SHAPE = {"meta": {"gpu": str | None}, "rows": ({"us": Positive | None, "lens": [int]},)}
+SHAPE |= {"by_size": {str: int}}
+GOOD = {
+    "meta": {"gpu": None},
+    "rows": [{"us": 1, "lens": []}, {"us": 1.5, "lens": [3]}, {"us": None, "lens": []}],
+    "by_size": {"8": 1},
+}
 
 
 def parser() -> Parser:
@@ -64,8 +69,15 @@ def test_read_results(tmp_path: Path) -> None:
         ({**GOOD, "meta": {"gpu": 3}}, "meta.gpu is 3"),
         ({**GOOD, "rows": []}, "rows is no list of anything"),
         ({**GOOD, "rows": {}}, "rows is no list of anything"),
-        ({**GOOD, "rows": [*GOOD["rows"], {"lens": []}]}, "it has no rows[2].us"),
+        ({**GOOD, "rows": [*GOOD["rows"], {"lens": []}]}, "it has no rows[3].us"),
         ({**GOOD, "rows": [{"us": 1, "lens": ["x"]}]}, 'rows[0].lens[0] is "x"'),
+        ({**GOOD, "rows": [{"us": 0, "lens": []}]}, "rows[0].us is 0"),
+        ({**GOOD, "rows": [{"us": -1.5, "lens": []}]}, "rows[0].us is -1.5"),
+        ({**GOOD, "rows": [{"us": float("nan"), "lens": []}]}, "rows[0].us is NaN"),
+        ({**GOOD, "by_size": {"8": 1, "9": None}}, "by_size.9 is null"),
+        ({**GOOD, "by_size": []}, "by_size is no object"),
+        ({**GOOD, "more": [{"x": [1, float("nan")]}]}, "more[0].x[1] is NaN"),
+        ({**GOOD, "more": float("inf")}, "more is Infinity"),
     ],
 )
 def test_read_results_of_another(tmp_path: Path, content: Any, misfit: str) -> None:
