@@ -103,15 +103,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=positive(MAX_MINUTES), default=8, help="no stage starts after these"
     )
-    parser.add_argument("--compile-cache", type=Path, help="folder of kept compilations")
-    parser.add_argument("--no-compile", action="store_true", help="eager, for a look or a test")
-    parser.add_argument("--no-peer", action="store_true", help="do not run transformers with FLA")
-    parser.add_argument("--peer", type=Path, help="JSON of a run of the peer")
+    compiled = parser.add_mutually_exclusive_group()
+    compiled.add_argument("--compile-cache", type=Path, help="folder of kept compilations")
+    compiled.add_argument("--no-compile", action="store_true", help="eager, for a look or a test")
+    peer = parser.add_mutually_exclusive_group()
+    peer.add_argument("--no-peer", action="store_true", help="do not run transformers with FLA")
+    peer.add_argument("--peer", type=Path, help="JSON of a run of the peer")
     parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
     parser.add_argument(
         "--render", type=Path, nargs="+", metavar="JSON", help="only write one report of these"
     )
     options = parser.parse_args(arguments)
+    parser.refuse_beside_render(options)
     options.sizes = QUICK if options.quick else FULL
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.stages = options.stages or list(STAGES)

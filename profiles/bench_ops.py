@@ -35,7 +35,7 @@ from .kda_cells import (
 )
 from .kda_peers import OURS, PEERS, Call, Peer, find_peers
 from .kda_report import merge, write_report
-from .options import MAX_ROUNDS, Parser, integer, integers, names, split
+from .options import MAX_ROUNDS, Parser, integer, integers, names, some
 from .provenance import origin
 from .timing import (
     Timing,
@@ -93,7 +93,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--commit", help="what is measured (default: git's HEAD)")
-    parser.add_argument("--cells", help='names or patterns, comma between: "H12-*,H96-mixed"')
+    parser.add_argument(
+        "--cells", type=some, help='names or patterns, comma between: "H12-*,H96-mixed"'
+    )
     parser.add_argument("--gates", type=names(GATES), help=f"of {','.join(GATES)} (default: all)")
     parser.add_argument(
         "--checkpoints",
@@ -102,7 +104,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--peers",
-        type=names(PEERS),
+        type=names(PEERS, least=0),
         help=f"of {','.join(PEERS)} (default: those found; '' for none)",
     )
     parser.add_argument(
@@ -114,8 +116,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--render", type=Path, nargs="+", metavar="JSON", help="only write the report of these"
     )
     options = parser.parse_args(arguments)
+    parser.refuse_beside_render(options)
+    if options.stages:
+        parser.refuse(options, ("checkpoints", "peers"), "--stages, which times only ours")
     quick = options.quick
-    wanted = split(options.cells or "") or (QUICK if quick else [cell.name for cell in CELLS])
+    wanted = options.cells or (QUICK if quick else [cell.name for cell in CELLS])
     try:
         options.cells = select_cells(wanted)
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from ..kda.command import make_folder
 from ..kda.timeline import can_draw
 from .kda_cells import Cell
-from .options import Positive, read_results
+from .options import Positive, check_distinct, read_results
 
 PEERS = ("vllm", "fla", "cudnn")
 COLORS = {"torch_kda": "#0b6e4f", "vllm": "#d08c2f", "fla": "#6b7a8f", "cudnn": "#8f5b8a"}
@@ -48,9 +48,10 @@ def merge(sources: Sequence[Path], out: Path) -> Path:
             if part["meta"][key] != parts[0]["meta"][key]:
                 raise ValueError(f"--render: {source} and {sources[0]} differ in {key}")
     meta = parts[0]["meta"] | {"command": "; ".join(part["meta"]["command"] for part in parts)}
+    rows = [row for part in parts for row in part["rows"]]
+    check_distinct(rows, ("heads", "lens", "gates", "checkpoints"), "--render")
     make_folder(out)
     merged = out / "kda_prefill.json"
-    rows = [row for part in parts for row in part["rows"]]
     merged.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     return merged
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .options import Positive, read_results
+from .options import Positive, check_distinct, read_results
 
 _NUMBER, _MAYBE, _TIME = float | int, float | int | None, Positive | None
 SHAPE = {
@@ -32,6 +32,7 @@ SHAPE = {
     "idle_share": _MAYBE,
     "greedy_equal_share": _MAYBE,
 }
+CASES = {"ttft": ("workload", "concurrency"), "prefill": ("tokens",), "decode": ("batch",)}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One result of several runs of one model and commit that measured different stages.
 
     Raises:
-        ValueError: they are not of one model, machine and commit.
+        ValueError: they are not of one model, machine and commit, or measured the same.
     """
     first, *others = parts
     found: dict[str, Any] = {**first, "meta": dict(first["meta"])}
@@ -53,7 +54,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for key in ("gpu", "torch", "commit", "model", "layers"):
             if part["meta"][key] != meta[key]:
                 raise ValueError(f"--render: the results differ in {key}")
-        for key in ("ttft", "prefill", "decode"):
+        for key in CASES:
             found[key] = [*found[key], *part[key]]
         found["compile"] = {
             key: _sum(value, part["compile"][key])
@@ -66,6 +67,8 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         commands = f"{meta['command']}; {part['meta']['command']}"
         details = {**meta["ttft_detail"], **part["meta"]["ttft_detail"]}
         meta |= {**part["meta"], **meta, "command": commands, "ttft_detail": details}
+    for key, case in CASES.items():
+        check_distinct(found[key], case, "--render")
     return found
 
 

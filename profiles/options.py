@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,10 +12,36 @@ MAX_TOKENS, MAX_ROUNDS = 10_000_000, 1_000_000
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors take a line: --help has the rest."""
+    """One whose errors take a line: --help has the rest. An empty path is refused."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+    def refuse(self, options: argparse.Namespace, fields: Iterable[str], why: str) -> None:
+        """Ends the program if any of these options was given, which would not be heeded."""
+        given = [
+            f"--{field.replace('_', '-')}"
+            for field in fields
+            if getattr(options, field) != self.get_default(field)
+        ]
+        if given:
+            self.error(f"{', '.join(given)} can't go with {why}")
+
+    def refuse_beside_render(self, options: argparse.Namespace) -> None:
+        """--render measures nothing, and heeds nothing but --out."""
+        if options.render is not None:
+            others = vars(options).keys() - {"render", "out"}
+            self.refuse(options, sorted(others), "--render, which only takes --out")
+
+
+def _path(text: str) -> Path:
+    if not text:  # Path("") is the current folder
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return Path(text)
 
 
 def check_count(name: str, value: int, least: int, most: int) -> None:
@@ -62,16 +88,23 @@ def positive(most: float) -> Callable[[str], float]:
     return parse
 
 
-def names(allowed: Collection[str]) -> Callable[[str], list[str]]:
-    """Type of an option: some of these names, comma between, or none of them."""
+def names(allowed: Collection[str], *, least: int = 1) -> Callable[[str], list[str]]:
+    """Type of an option: some of these names, comma between."""
 
     def parse(text: str) -> list[str]:
-        given = split(text)
+        given = some(text) if least else split(text)
         if unknown := sorted(set(given) - set(allowed)):
             raise argparse.ArgumentTypeError(f"{unknown} are none of {', '.join(allowed)}")
         return given
 
     return parse
+
+
+def some(text: str) -> list[str]:
+    """Type of an option: at least one part, comma between."""
+    if not (parts := split(text)):
+        raise argparse.ArgumentTypeError(f"expected at least one, got {text!r}")
+    return parts
 
 
 def split(text: str) -> list[str]:
@@ -110,6 +143,15 @@ def read_results(path: Path, shape: Any, *, option: str, what: str) -> dict[str,
     if (misfit := _misfit(found, shape) or _not_finite(found)) is not None:
         raise ValueError(f"{option}: {path} is not {what}: {misfit}")
     return found
+
+
+def check_distinct(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], option: str) -> None:
+    """Raises ValueError for rows of the same case, which these keys say."""
+    cases = [tuple(json.dumps(row[key]) for key in keys) for row in rows]
+    for i, case in enumerate(cases):
+        if case in cases[:i]:
+            what = ", ".join(f"{key} {value}" for key, value in zip(keys, case, strict=True))
+            raise ValueError(f"{option}: there are two rows of {what}")
 
 
 def _misfit(value: Any, shape: Any, at: str = "") -> str | None:

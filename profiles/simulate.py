@@ -99,6 +99,8 @@ class Workload:
             raise ValueError(
                 f"simulate: --kv-block must divide --unit {self.unit}, got {self.kv_block}"
             )
+        if self.name == "eight-k" and self.step:
+            raise ValueError(f"simulate: --step must be 0 for eight-k, got {self.step}")
         if self.sent_tokens > MAX_TOKENS:
             raise ValueError(
                 "simulate: --streams, --rounds, --start, --step, --outputs, --unit must together "
@@ -256,9 +258,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.workload == "report":
         _report(options, arguments)
         return
-    for option in ("out", "commit"):
-        if getattr(options, option) is not None:
-            raise ValueError(f"simulate: --{option} is for report; a workload has --picture")
     workload = make_workload(
         options.workload,
         **{name: getattr(options, name) for name in NUMBERS},
@@ -279,13 +278,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Raises ValueError for what a report would not heed."""
-    for name in (*NUMBERS, *FLAGS, "picture"):
-        if getattr(options, name) not in (None, False):
-            raise ValueError(
-                f"simulate: {_option(name)} is for one workload; report runs the published ones "
-                "and writes simulate.json, simulate.md and simulate.png into --out"
-            )
     if options.out is None:
         raise ValueError("simulate: report needs --out, a folder for the results")
     from .provenance import head_commit
@@ -317,7 +309,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, help=f"where the plot goes (default: {PICTURE})")
     parser.add_argument("--out", type=Path, help="folder for the results of report")
     parser.add_argument("--commit", help="what report is made with (default: git's HEAD)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.workload == "report":
+        why = "report, which runs the published workloads and writes into --out"
+        parser.refuse(options, (*NUMBERS, *FLAGS, "picture"), why)
+    else:
+        parser.refuse(options, ("out", "commit"), "one workload, which writes a --picture")
+    if options.json:
+        parser.refuse(options, ["picture"], "--json, which draws nothing")
+    return options
 
 
 if __name__ == "__main__":

@@ -332,11 +332,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--unit", type=integer(1, MAX_TOKENS), help="prefix_match_unit (default: 1536; 96 on a CPU)"
     )
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--compile-cache", type=Path, help="folder of kept compilations")
-    parser.add_argument("--no-compile", action="store_true", help="eager traces only")
+    compiled = parser.add_mutually_exclusive_group()
+    compiled.add_argument("--compile-cache", type=Path, help="folder of kept compilations")
+    compiled.add_argument("--no-compile", action="store_true", help="eager traces only")
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     is_cpu = options.device == "cpu"
+    if is_cpu:
+        parser.refuse(options, ["compile_cache"], "a CPU, where traces are eager")
     options.model = options.model or ("tiny" if is_cpu else "kimi-linear-48b-a3b")
     options.tokens = options.tokens or (500 if is_cpu else 8000)
     options.unit = options.unit or (96 if is_cpu else 1536)

@@ -105,6 +105,10 @@ def test_merge(out: Path) -> None:
     other = {**two, "meta": {**data["meta"], "layers": 3}}
     with pytest.raises(ValueError, match="differ in layers"):
         merge([one, other])
+    for stage, case in (("ttft", "workload"), ("prefill", "tokens 64"), ("decode", "batch 1")):
+        part = {**data, "ttft": [], "prefill": [], "decode": [], stage: data[stage]}
+        with pytest.raises(ValueError, match=f"--render: there are two rows of {case}"):
+            merge([part, part])
 
 
 @pytest.mark.parametrize(
@@ -128,6 +132,26 @@ def test_parse_refuses(
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2
     assert f"argument {option}: " in line and expected in line and value.split(",")[-1] in line
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--stages", ""], "--stages: expected at least one, got ''"),
+        (["--out", ""], "--out: expected a path, got ''"),
+        (["--render", "a", "--stages", "warm", "--quick"], "--quick, --stages can't go with --ren"),
+        (["--render", "a", "--device", "cpu"], "--device can't go with --render"),
+        (["--no-compile", "--compile-cache", "x"], "--compile-cache: not allowed with"),
+        (["--no-peer", "--peer", "x"], "--peer: not allowed with"),
+    ],
+)
+def test_parse_refuses_what_it_would_not_heed(
+    options: list[str], expected: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(["--out", "x", *options])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and expected in line
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,10 @@ def test_main_render_several(machine: None, tmp_path: Path) -> None:
     bench_ops.main(command)
     rows = json.loads((tmp_path / "all" / "kda_prefill.json").read_text())["rows"]
     assert [row["gates"] for row in rows] == ["slow"] * 2 + ["softplus"] * 2
+    twice = ["--out", str(tmp_path / "twice"), "--render", *2 * [str(sources[0])]]
+    with pytest.raises(ValueError, match=r"two rows of heads 2, lens \[96, 40\], gates .slow., ch"):
+        bench_ops.main(twice)
+    assert not (tmp_path / "twice").exists()
     other = json.loads(sources[1].read_text())
     other["meta"]["commit"] = "def"
     sources[1].write_text(json.dumps(other))
@@ -268,6 +272,12 @@ def test_parse_quick() -> None:
         (["--peers", "nobody"], "['nobody'] are none of vllm, fla, cudnn"),
         (["--checkpoints", "one"], "--checkpoints: expected an integer from 0 to 2,048, got 'one'"),
         (["--checkpoints", "0,99999999999"], "got '99999999999'"),
+        (["--cells", ""], "--cells: expected at least one, got ''"),
+        (["--gates", ""], "--gates: expected at least one, got ''"),
+        (["--out", ""], "--out: expected a path, got ''"),
+        (["--render", "a", "--quick", "--cells", "x"], "--cells, --quick can't go with --render"),
+        (["--render", "a", "--peers", ""], "--peers can't go with --render"),
+        (["--stages", "--peers", "", "--checkpoints", "1"], "--checkpoints, --peers can't go with"),
         (["--rounds", "0"], "--rounds: expected an integer from 1 to 1,000,000, got '0'"),
         (["--fast"], "unrecognized arguments"),
     ],

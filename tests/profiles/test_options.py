@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch_kda.profiles.options import Parser, Positive, integers, names, positive, read_results
+from torch_kda.profiles import trace
+from torch_kda.profiles.options import (
+    Parser,
+    Positive,
+    check_distinct,
+    integers,
+    names,
+    positive,
+    read_results,
+)
 
 SHAPE = {"meta": {"gpu": str | None}, "rows": ({"us": Positive | None, "lens": [int]},)}
 SHAPE |= {"by_size": {str: int}}
@@ -20,6 +29,10 @@ def parser() -> Parser:
     made = Parser(prog="bench")
     made.add_argument("--counts", type=integers(0, 1_000))
     made.add_argument("--names", type=names(("a", "b")))
+    made.add_argument("--peers", type=names(("a", "b"), least=0))
+    made.add_argument("--folder", type=Path)
+    made.add_argument("--files", type=Path, nargs="+")
+    made.add_argument("--is-quick", action="store_true")
     made.add_argument("--minutes", type=positive(10))
     return made
 
@@ -27,7 +40,8 @@ def parser() -> Parser:
 def test_what_is_taken() -> None:
     found = parser().parse_args(["--counts", "0, 1000", "--names", "b,a,", "--minutes", "0.5"])
     assert (found.counts, found.names, found.minutes) == ((0, 1000), ["b", "a"], 0.5)
-    assert parser().parse_args(["--names", ""]).names == []
+    assert parser().parse_args(["--peers", ""]).peers == []
+    assert parser().parse_args(["--folder", "."]).folder == Path()
 
 
 @pytest.mark.parametrize(
@@ -37,6 +51,11 @@ def test_what_is_taken() -> None:
         ("counts", "-1", "expected an integer from 0 to 1,000, got '-1'"),
         ("counts", "1,", "expected an integer from 0 to 1,000, got ''"),
         ("names", "a,c", "['c'] are none of a, b"),
+        ("names", "", "expected at least one, got ''"),
+        ("names", " ,", "expected at least one, got ' ,'"),
+        ("peers", "c", "['c'] are none of a, b"),
+        ("folder", "", "expected a path, got ''"),
+        ("files", "", "expected a path, got ''"),
         ("minutes", "11", "expected a number above 0, 10 at most, got '11'"),
     ],
 )
@@ -47,6 +66,35 @@ def test_what_is_refused(
         parser().parse_args([f"--{option}={value}"])
     assert end.value.code == 2
     assert capsys.readouterr().err == f"bench: argument --{option}: {message}\n"
+
+
+def test_refuse(capsys: pytest.CaptureFixture) -> None:
+    """What was given and is not heeded is named; what was not given is not."""
+    made = parser()
+    options = made.parse_args(["--is-quick", "--names", "a", "--counts", "1"])
+    made.refuse(options, ["folder", "peers"], "this")
+    with pytest.raises(SystemExit) as end:
+        made.refuse(options, ["names", "folder", "is_quick"], "this")
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "bench: --names, --is-quick can't go with this\n"
+
+
+@pytest.mark.parametrize("options", [["--device", "cpu"], ["--device", "cuda", "--no-compile"]])
+def test_profile_keeps_no_compilations_where_there_are_none(
+    options: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert trace.parse(["--out", "x", *options]).compile_cache is None
+    with pytest.raises(SystemExit) as end:
+        trace.parse(["--out", "x", "--compile-cache", "y", *options])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and "--compile-cache" in line
+
+
+def test_check_distinct() -> None:
+    rows = [{"lens": [1], "us": 1}, {"lens": [2], "us": 1}]
+    check_distinct(rows, ["lens"], "--render")
+    with pytest.raises(ValueError, match=r"^--render: there are two rows of lens \[2\]$"):
+        check_distinct([*rows, {"lens": [2], "us": 3}], ["lens"], "--render")
 
 
 def read(path: Path, content: Any) -> Any:
