@@ -21,9 +21,9 @@ from ..kda.config import MAX_LAYERS
 from . import peer_fla
 from .model_report import merge, read
 from .model_stages import STAGES, Bench, Sizes, write
-from .options import Parser, integer, integers, names, positive, read_results
+from .options import MAX_MINUTES, MAX_SEED, Parser, integer, integers, names, positive, read_results
 
-MAX_STREAMS, MAX_MINUTES = 256, 1440
+MAX_STREAMS = 256
 
 log = logging.getLogger("torch_kda.profiles.bench_model")
 
@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     peer = parser.add_mutually_exclusive_group()
     peer.add_argument("--no-peer", action="store_true", help="do not run transformers with FLA")
     peer.add_argument("--peer", type=Path, help="JSON of a run of the peer")
-    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
+    parser.add_argument("--seed", type=integer(0, MAX_SEED), default=0)
     parser.add_argument(
         "--render", type=Path, nargs="+", metavar="JSON", help="only write one report of these"
     )

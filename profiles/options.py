@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # far above what any preset has or takes
-MAX_TOKENS, MAX_ROUNDS = 10_000_000, 1_000_000
+MAX_TOKENS, MAX_ROUNDS, MAX_MINUTES = 10_000_000, 1_000_000, 1440
+MAX_SEED = 2**63 - 1  # torch takes no larger one
 
 
 class Parser(argparse.ArgumentParser):

@@ -12,17 +12,21 @@ import time
 from pathlib import Path
 
 import torch
+from torch_kda.kda.command import clear_errors, make_folder
 from torch_kda.kda.presets import PRESETS
+from torch_kda.profiles.options import MAX_MINUTES, MAX_SEED, Parser, integer, positive
 from torch_kda.profiles.provenance import origin
 from torch_kda.tests.soak.run import Soak
 from torch_kda.tests.soak.subject import make_setup
 from torch_kda.tests.soak.witness import INJECTED
 
 SLOTS_A_MINUTE = 125  # different states to look at: 500 in four minutes
+MAX_SLOTS = 1_000_000
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
+    make_folder(options.out)
     logging.getLogger("torch_kda.engine").addFilter(_is_unexpected)
     started = time.monotonic()
     setup = make_setup(
@@ -56,7 +60,6 @@ def main(arguments: list[str] | None = None) -> int:
         "failures": failures,
         **soak.as_json(),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "soak.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     for failure in failures:
@@ -66,19 +69,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m torch_kda.tests.soak",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--minutes", type=positive(MAX_MINUTES), default=4.0)
     parser.add_argument("--model", choices=list(PRESETS), default="kimi-linear-48b-a3b")
     parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto: the preset's; float32 or bfloat16")
     parser.add_argument("--compile", action="store_true", help="and CUDA graphs; else eager")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, sizes and traffic")
-    parser.add_argument("--share", type=float, default=0.5, help="of the time for recomputing")
-    parser.add_argument("--min-slots", type=int, help=f"default: {SLOTS_A_MINUTE} a minute")
+    parser.add_argument(
+        "--seed", type=integer(0, MAX_SEED), default=0, help="of weights, sizes, traffic"
+    )
+    parser.add_argument("--share", type=positive(1), default=0.5, help="of time for recomputing")
+    parser.add_argument(
+        "--min-slots", type=integer(0, MAX_SLOTS), help=f"default: {SLOTS_A_MINUTE} a minute"
+    )
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for soak.json")
     parser.add_argument("--commit", help="what is tested; default: git's HEAD")
     return parser.parse_args(arguments)
@@ -100,4 +107,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with clear_errors():
+        sys.exit(main())

@@ -1,6 +1,9 @@
 """The soak in small, and that it notices what it is there for."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -238,3 +241,31 @@ def test_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert report["steps"] > 0 and report["torch"] == torch.__version__
     assert main([*arguments, "--min-slots", "100000"]) == 1
     assert "FAILED: only " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        *(("--minutes", value, "a number above 0, 1,440 at most") for value in ("-1", "0", "nan")),
+        ("--share", "2", "a number above 0, 1 at most"),
+        ("--min-slots", "-1", "an integer from 0 to "),
+        ("--seed", "-1", "an integer from 0 to "),
+        ("--out", "", "a path"),
+    ],
+)
+def test_main_refuses(
+    option: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--device", "cpu", "--model", "tiny", option, value])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and f"{option}: expected {expected}" in line
+
+
+def test_main_without_a_device(tmp_path: Path):
+    """As its users run it: one line, and no trace."""
+    command = [sys.executable, "-m", "torch_kda.tests.soak", "--out", str(tmp_path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "torch-kda: device 'cuda': torch finds no CUDA device; use 'cpu'\n"
