@@ -1,7 +1,6 @@
 """The command line: `torch-kda`, or `python -m torch_kda.kda`."""
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,7 +87,6 @@ def demo(
             typer.echo(json.dumps(result.as_json()))
         else:
             _print_result(result)
-        sys.stdout.flush()  # a full disk shows here, not at the interpreter's end
     _say(_draw(result, picture))
     failures = result.failures()
     for failure in failures:
@@ -117,7 +115,7 @@ def generate(
         for line in describe(llm.engine):
             _say(line)
         output = llm.generate(prompt, sampling)[0]
-    typer.echo(output.text)
+        typer.echo(output.text)
     usage = output.usage
     _say(
         f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated, "
@@ -166,7 +164,8 @@ def profile(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point of the `torch-kda` script."""
-    app()
+    with clear_errors():
+        app()
 
 
 @contextmanager
@@ -255,7 +254,7 @@ def _read(file: Path) -> str:
     except OSError as error:
         raise ValueError(f"--file: {file} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error}") from None
+        raise ValueError(f"--file: {file} is not UTF-8 text: {error}") from None
 
 
 def _say(line: str) -> None:

@@ -4,8 +4,9 @@ import logging
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
@@ -18,11 +19,22 @@ def clear_errors() -> Iterator[None]:
     """
     try:
         yield
+        sys.stdout.flush()  # a full disk shows here, not at the interpreter's end
     except (ValueError, OSError, RuntimeError) as error:
         logging.getLogger("torch_kda").debug("trace", exc_info=True)
+        _close_if_full(sys.stdout)
         print(f"torch-kda: {error}", file=sys.stderr)
         is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
         raise SystemExit(1 if is_machine else 2) from None
+
+
+def _close_if_full(stream: TextIO) -> None:
+    """The interpreter would try once more at its end to write what can't be written, and say so."""
+    try:
+        stream.flush()
+    except OSError:
+        with suppress(OSError):
+            stream.close()
 
 
 def make_folder(path: Path, option: str = "--out") -> None:

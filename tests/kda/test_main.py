@@ -35,9 +35,19 @@ def test_help_is_light():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_demo_on_a_full_disk():
-    command = [sys.executable, "-m", "torch_kda.kda", "demo", "--json", "--tokens", "200"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--json", "--tokens", "200"],
+        ["generate", "hi", "--max-tokens", "2"],
+        ["bench", "simulate", "eight-k", "--rounds", "1", "--json"],
+        ["--version"],
+    ],
+    ids=["demo", "generate", "simulate", "version"],
+)
+def test_on_a_full_disk(arguments: list[str]):
+    command = [sys.executable, "-m", "torch_kda.kda", *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": ""}
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment
@@ -186,11 +196,12 @@ def test_demo_empty_and_binary_files(tmp_path: Path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name, message in (
         ("empty", "is empty"),
-        ("binary", "is not UTF-8 text"),
-        ("none", "can't be read"),
+        ("binary", "is not UTF-8 text: "),
+        ("none", "can't be read: "),
     ):
         found = invoke("demo", "--device", "cpu", "--file", tmp_path / name)
-        assert found.exit_code == 2 and message in found.stderr
+        assert found.exit_code == 2
+        assert f"--file: {tmp_path / name} {message}" in found.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
