@@ -22,6 +22,7 @@ from . import peer_fla
 from .model_report import merge, read
 from .model_stages import STAGES, Bench, Sizes, write
 from .options import MAX_MINUTES, MAX_SEED, Parser, integer, integers, names, positive, read_results
+from .timing import require_cuda
 
 MAX_STREAMS = 256
 
@@ -70,13 +71,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     if options.render is not None:
-        write(merge([read(path) for path in options.render]), options.out)
+        for file in write(merge([read(path) for path in options.render]), options.out):
+            print(file)
         return
+    if options.device.startswith("cuda"):
+        require_cuda("torch-kda bench model, but for --quick --device cpu,")
     make_folder(options.out)
     peer = run_peer(options)
     bench = Bench(options, arguments)
     bench.data["meta"]["peer"] = peer
-    bench.run()
+    for file in bench.run():
+        print(file)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -91,7 +96,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=integer(1, MAX_LAYERS), help="of the stack (default: all)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, for a look or a test")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--device", help="cuda; or cpu, with --quick (default: what is there)")
     parser.add_argument(
         "--stages", type=names(STAGES), help=f"of {','.join(STAGES)} (default: all)"
     )
@@ -115,15 +120,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     parser.refuse_beside_render(options)
+    if options.device == "cpu" and not options.quick:
+        parser.error("argument --device: on a CPU there is only --quick")
+    is_small = options.quick and not torch.cuda.is_available()
+    options.device = options.device or ("cpu" if is_small else "cuda")
     options.sizes = QUICK if options.quick else FULL
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.stages = options.stages or list(STAGES)
     if options.streams:
         options.sizes = replace(options.sizes, streams=options.streams)
-    is_small = options.quick and options.device == "cpu"
-    options.model = options.model or ("tiny" if is_small else "kimi-linear-48b-a3b")
-    if options.device == "cpu" and not options.quick and options.render is None:
-        parser.error("torch finds no CUDA device; --quick shows on a CPU what the bench does")
+    options.model = options.model or ("tiny" if options.device == "cpu" else "kimi-linear-48b-a3b")
     return options
 
 

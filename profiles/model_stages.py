@@ -133,8 +133,10 @@ class Bench:
     def sizes(self) -> Sizes:
         return self.options.sizes
 
-    def run(self) -> None:
-        """All stages that the time allows; what is measured is written after each."""
+    def run(self) -> list[Path]:
+        """All stages that the time allows; what is measured is written after each, to files that
+        are returned.
+        """
         with tempfile.TemporaryDirectory() as scratch:
             self.start(Path(scratch))
             stages: dict[str, Callable[[], None]] = {
@@ -159,7 +161,7 @@ class Bench:
                 self.count_recompiles()
                 self.say(f"{name}: {60 * (self.minutes - begun):.0f} s")
                 self.write()
-        self.write()
+        return self.write()
 
     @property
     def command(self) -> list[str]:
@@ -430,15 +432,17 @@ class Bench:
         peer = self.data["meta"].get("peer")
         return _short(peer[kind].get(str(size))) if peer else None
 
-    def write(self) -> None:
-        write(self.data, self.options.out)
+    def write(self) -> list[Path]:
+        return write(self.data, self.options.out)
 
 
-def write(data: dict[str, Any], out: Path) -> None:
-    """model.json and its page."""
+def write(data: dict[str, Any], out: Path) -> list[Path]:
+    """model.json and its page; returns what was written."""
     make_folder(out)
-    (out / "model.json").write_text(json.dumps(data, indent=1) + "\n")
-    (out / "model.md").write_text(markdown(data))
+    results, page = out / "model.json", out / "model.md"
+    results.write_text(json.dumps(data, indent=1) + "\n")
+    page.write_text(markdown(data))
+    return [results, page]
 
 
 def measured_matmul_rate(device: torch.device, size: int = 8192) -> float:

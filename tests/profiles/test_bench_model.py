@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from torch_kda.kda.__main__ import app
 from torch_kda.profiles import bench_model
 from torch_kda.profiles.bench_model import parse
@@ -47,6 +48,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ["bench", "model", *options, "--peer", str(peer), "--out", str(folder)]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-2:] == [str(folder / "model.json"), str(folder / "model.md")]
     return folder
 
 
@@ -87,7 +89,9 @@ def test_report(out: Path) -> None:
         assert part in page
     (out / "model.md").unlink()
     arguments = ["--render", str(out / "model.json"), "--out", str(out)]
-    assert CliRunner().invoke(app, ["bench", "model", *arguments]).exit_code == 0
+    done = CliRunner().invoke(app, ["bench", "model", *arguments])
+    assert done.exit_code == 0
+    assert done.stdout.split() == [str(out / "model.json"), str(out / "model.md")]
     assert (out / "model.md").read_text() == page
 
 
@@ -142,6 +146,7 @@ def test_parse_refuses(
         (["--render", "a", "--stages", "warm", "--quick"], "--quick, --stages can't go with --ren"),
         (["--render", "a", "--device", "cpu"], "--device can't go with --render"),
         (["--no-compile", "--compile-cache", "x"], "--compile-cache: not allowed with"),
+        (["--device", "cpu"], "--device: on a CPU there is only --quick"),
         (["--no-peer", "--peer", "x"], "--peer: not allowed with"),
     ],
 )
@@ -165,6 +170,16 @@ def test_parse_refuses_what_it_would_not_heed(
 )
 def test_parse_model(options: list[str], model: str) -> None:
     assert parse(["--out", "x", *options]).model == model
+
+
+@pytest.mark.parametrize("options", [[], ["--device", "cuda"], ["--quick", "--device", "cuda"]])
+def test_without_cuda(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code 1, as with bench ops: it is the machine that lacks something."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(app, ["bench", "model", "--out", str(tmp_path), *options])
+    assert done.exit_code == 1 and done.output.count("\n") == 1
+    assert "needs a CUDA device, and torch sees none; run it on a GPU" in done.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_out_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
