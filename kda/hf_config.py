@@ -55,6 +55,10 @@ def read_hf_config(config: Mapping[str, Any], *, name: str = "kimi-linear") -> M
             f"got {num_layers!r}"
         )
     eos = config.get("eos_token_id")
+    if eos is None or isinstance(eos, int):
+        eos_token_ids = () if eos is None else (eos,)
+    else:
+        eos_token_ids = tuple(_list(config, "eos_token_id", int))
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     return ModelConfig(
         name=name,
@@ -64,7 +68,7 @@ def read_hf_config(config: Mapping[str, Any], *, name: str = "kimi-linear") -> M
         mla_layers=_mla_layers(config, num_layers),
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=get("model_max_length", "max_position_embeddings"),
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        eos_token_ids=eos_token_ids,
         bos_token_id=config.get("bos_token_id"),
         pad_token_id=config.get("pad_token_id"),
         rms_norm_eps=get("rms_norm_eps"),
@@ -150,15 +154,16 @@ def _refuse_unbuilt(config: Mapping[str, Any]) -> None:
 def _mla_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Layers that attend, from 0. Never guessed: transformers' default is not the checkpoint's."""
     if "full_attn_layers" in config and "kda_layers" in config:
-        numbers = [*config["full_attn_layers"], *config["kda_layers"]]
+        attending = _list(config, "full_attn_layers", int)
+        numbers = [*attending, *_list(config, "kda_layers", int)]
         if sorted(numbers) != list(range(1, num_layers + 1)):
             raise ValueError(
                 "config.json: full_attn_layers and kda_layers must name each of the layers "
-                f"1..{num_layers} once, got {config['full_attn_layers']} and {config['kda_layers']}"
+                f"1..{num_layers} once, got {attending} and {config['kda_layers']}"
             )
-        return tuple(sorted(i - 1 for i in config["full_attn_layers"]))
-    kinds = config.get("layer_types")
-    if kinds is None or len(kinds) != num_layers:
+        return tuple(sorted(i - 1 for i in attending))
+    kinds = [] if config.get("layer_types") is None else _list(config, "layer_types", str)
+    if len(kinds) != num_layers:
         raise ValueError(
             "config.json: linear_attn_config with full_attn_layers and kda_layers is missing, and "
             f"layer_types with {num_layers} entries too; which layers attend is never guessed"
@@ -169,12 +174,20 @@ def _mla_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 def _num_dense_layers(config: Mapping[str, Any], num_layers: int) -> int:
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
+    if config.get("mlp_layer_types") is None:
         return config.get("first_k_dense_replace", 1)
+    kinds = _list(config, "mlp_layer_types", str)
     num_dense = kinds.count("dense")
-    if list(kinds) != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+    if kinds != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
         raise NotImplementedError(
             f"config.json: mlp_layer_types = {kinds} is not built; only dense layers first is"
         )
     return num_dense
+
+
+def _list(config: Mapping[str, Any], key: str, kind: type) -> list[Any]:
+    """Raises ValueError if it is none, or of other things than this kind."""
+    found = config[key]
+    if not isinstance(found, list | tuple) or not all(type(one) is kind for one in found):
+        raise ValueError(f"config.json: {key} must be a list of {kind.__name__}, got {found!r}")
+    return list(found)

@@ -160,6 +160,18 @@ def test_hf_config_never_guesses_layers() -> None:
             ({"num_hidden_layers": n}, ValueError, rf"must be an integer in \[1, 1000\], got {n}")
             for n in (2.5, None, 0, 1001, 10**9)
         ),
+        ({"eos_token_id": 2.5}, ValueError, "eos_token_id must be a list of int, got 2.5"),
+        ({"mlp_layer_types": 5}, ValueError, "mlp_layer_types must be a list of str, got 5"),
+        ({"layer_types": 5, "linear_attn_config": {}}, ValueError, "layer_types must be a list"),
+        *(
+            (
+                {"linear_attn_config": {**RELEASED["linear_attn_config"], key: value}},
+                ValueError,
+                key,
+            )
+            for key in ("full_attn_layers", "kda_layers")
+            for value in (5, None, [1, "2"])
+        ),
         ({"linear_attn_config": 5}, ValueError, "linear_attn_config must be an object, got 5"),
         ({"num_experts": ...}, ValueError, "num_experts or num_local_experts is missing"),
         ({"tie_word_embeddings": True}, NotImplementedError, "tie_word_embeddings = True"),
