@@ -1,6 +1,7 @@
 """The front door: what prompts may look like, what comes back, and what is refused."""
 
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -91,6 +92,15 @@ def test_generate_failing_forward(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     assert llm.generate("some prompt", GREEDY)[0].token_ids == expected
 
 
+@pytest.fixture(name="interrupts")
+def _interrupts() -> Iterator[None]:
+    """Ctrl-C as at a terminal; a job in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize(("part", "name"), [("scheduler", "schedule"), ("runner", "launch")])
 def test_generate_interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str, name: str):
     """Ctrl-C ends a call between two steps, wherever it comes, and the next call is as ever."""
@@ -111,6 +121,7 @@ def test_generate_interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch, part: s
     assert llm.generate("a prompt", GREEDY)[0].token_ids == expected
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_generate_interrupted_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Who presses Ctrl-C again does not wait for a step that may hang."""
 
