@@ -186,8 +186,9 @@ class LLM:
 
 @contextmanager
 def _late_interrupts() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until what is given is called: a step that is cut off anywhere would leave
-    an engine that has planned what it never launched. The second one is not held back.
+    """Holds Ctrl-C back until what is given is called, or to the end: a step that is cut off
+    anywhere would leave an engine that has planned what it never launched. The second one is not
+    held back.
     """
     handler = signal.getsignal(signal.SIGINT)
     # signals come to the main thread alone, and who ignores them goes on ignoring them
@@ -210,6 +211,7 @@ def _late_interrupts() -> Iterator[Callable[[], None]]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, handler)
+        interrupt()
 
 
 def engine_config(settings: dict[str, Any]) -> EngineConfig:

@@ -127,6 +127,7 @@ def model_preset(name: str, **overrides: Any) -> ModelConfig:
     fields = {"name": name, **PRESETS[name], **overrides}
     also_mla = fields.pop("also_mla")
     num_layers = fields["num_hidden_layers"]
+    # ModelConfig refuses more layers; no list is made of them before
     pattern = tuple(i for i in range(min(num_layers, MAX_LAYERS)) if i % 4 == 3 or i in also_mla)
     fields.setdefault("mla_layers", pattern)
     # a stack cut below its dense layers is dense throughout

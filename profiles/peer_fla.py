@@ -24,7 +24,7 @@ from ..kda.layers import GatedMLP
 from ..kda.mixers import AttentionMixer, KDAMixer
 from ..kda.model import Block, KDAForCausalLM
 from ..kda.presets import model_preset
-from .options import MAX_TOKENS, Parser, Positive, integer, integers
+from .options import MAX_SEED, MAX_TOKENS, Parser, Positive, integer, integers
 
 # of its JSON, by size; versions beside them
 SHAPE = {key: {str: Positive} for key in ("prefill_ms", "decode_us")}
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--context", type=integer(1, MAX_TOKENS), default=1024, help="tokens before a decode step"
     )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
+    parser.add_argument("--seed", type=integer(0, MAX_SEED), default=0)
     options = parser.parse_args(arguments)
     check_file(options.out)
     overrides = {} if options.layers is None else {"num_hidden_layers": options.layers}

@@ -122,6 +122,18 @@ def test_generate_interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch, part: s
 
 
 @pytest.mark.usefixtures("interrupts")
+def test_generate_interrupted_at_the_end(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """A Ctrl-C after the last step is not lost."""
+
+    def abort(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(llm.engine, "abort", abort)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("a prompt", GREEDY)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_generate_interrupted_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """Who presses Ctrl-C again does not wait for a step that may hang."""
 
