@@ -15,6 +15,7 @@ from .buckets import MIN_ROWS, Buckets, Shape, exact_shape
 from .compilation import CompileCache, compile_model
 from .config import EngineConfig
 from .graphs import CaptureSummary, CudaRecorder, Recorder, StepGraphs
+from .handover import Turn
 from .memory import MemoryPlan, plan_memory
 from .model import KDAForCausalLM
 from .sampler import Sampled, SamplingRows, sample
@@ -22,10 +23,8 @@ from .step import StepBuffers, StepInputs, mark_sizes
 
 # pools on a CPU: the tiny model keeps 100 conversations in it, and filling it takes 0.1 s
 CPU_POOL_BYTES = 256 << 20
-NUM_IN_FLIGHT = 2  # steps launched and not finished, at most
 
-Reported = tuple[Tensor | None, Tensor | None, Tensor | None]  # Sampled's, but for its tokens
-NOT_ASKED: Reported = (None, None, None)
+Reported = tuple[Tensor, ...]  # Sampled's log probabilities: logprobs, top_ids, top_logprobs
 
 log = logging.getLogger("torch_kda.runner")
 
@@ -48,8 +47,8 @@ class LaunchedStep(NamedTuple):
     """A step that is on its way on the device."""
 
     batch: ScheduledBatch
-    host: Sampled  # what it drew, on the host; complete once `copied` has happened
-    copied: torch.cuda.Event | None  # None on a CPU
+    turn: Turn
+    reported: Reported | None = None  # on the host when the turn is over; None: not asked
 
 
 class ModelRunner:
@@ -94,23 +93,10 @@ class ModelRunner:
             _load_kernels(model, self.device)
         with torch.inference_mode():
             self.buffers = self._make_buffers(config)
-            rows = self.buffers.max_decode_rows + self.buffers.max_prefill_rows
-            # drawn by the step launched last, by its rows
-            self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
             self.plan: MemoryPlan = plan_memory(model.config, config, self._bytes_for_pools(config))
             self.pools = self._make_pools(
                 config, self.plan.num_state_slots, self.plan.num_kv_blocks
             )
-            is_cuda = self.device.type == "cuda"
-            # for each step in flight: its tokens on the host, and when they are there
-            self._hosts = [
-                (
-                    torch.zeros(rows, dtype=torch.int64, pin_memory=is_cuda),
-                    torch.cuda.Event() if is_cuda else None,
-                )
-                for _ in range(NUM_IN_FLIGHT)
-            ]
-            self._turn = 0
             self.graphs: StepGraphs | None = None
             # written by recorded steps, outside of the graphs' pool: good until the next one
             self._logits = torch.empty(0, device=self.device)
@@ -120,40 +106,25 @@ class ModelRunner:
             if self.is_compiled:
                 self.compile_steps(config)
             if config.has_graphs or recorder is not None:
-                self._capture(config, recorder or CudaRecorder(self.device), rows)
+                self._capture(config, recorder or CudaRecorder(self.device))
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         """One step from start to end, with the step's one wait for the device."""
         return self.finish(self.launch(batch))
 
-    @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Queue a step. A row with `prev_row` takes its token from the launch before this."""
-        num_rows, num_tokens = batch.num_decode_rows, batch.num_prefill_tokens
-        recorded = self.graphs.find(num_rows, num_tokens) if self.graphs else None
-        shape = recorded or exact_shape(num_rows, num_tokens)
-        self.buffers.fill(batch, *shape)
-        if self.graphs and recorded:
-            self.graphs.replay(recorded)
-            logits = self._logits
-        else:
-            takes = any(row >= 0 for row in batch.columns.prev_row)
-            logits = self._step(shape, takes_tokens=takes)
-        asked, num_logits = self.buffers.sampling, self._num_logits(shape)
-        reported = NOT_ASKED
-        if self.graphs and recorded and asked.is_plain:
-            if not asked.is_greedy:
-                self.graphs.draw(num_logits)
-        elif not asked.takes_argmax:
-            reported = self._draw_others(logits[:num_logits])
-        return self._copy_out(batch, reported)
+        try:
+            return self._launch(batch)
+        except BaseException:
+            self.buffers.handover.restart()
+            raise
 
     def finish(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and read its tokens."""
-        if launched.copied is not None:
-            launched.copied.synchronize()
+        launched.turn.wait()
         samples = launched.batch.columns.samples
-        ids = launched.host.token_ids.tolist()
+        ids = launched.turn.tokens[: len(samples)].tolist()
         tokens = [(token,) if is_new else () for token, is_new in zip(ids, samples, strict=True)]
         return StepResult(tokens, _logprobs(launched))
 
@@ -174,37 +145,55 @@ class ModelRunner:
         pools = self.pools
         return self._model_call(inputs, pools.state, pools.conv, pools.kv)
 
-    def _step(self, shape: Shape, *, takes_tokens: bool) -> Tensor:
-        """The step that the buffers hold: logits, and the greedy tokens in their place."""
-        inputs, prev_rows = self.buffers.layout(*shape)
-        if takes_tokens:
-            self.buffers.take_tokens(inputs, prev_rows, self.tokens)
-        logits = self.forward(inputs)
-        torch.argmax(logits, dim=-1, out=self.tokens[: logits.shape[0]])
+    def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """No operation of torch in a step that is recorded: each would cost it 10 us and more."""
+        num_rows, num_tokens = batch.num_decode_rows, batch.num_prefill_tokens
+        recorded = self.graphs.find(num_rows, num_tokens) if self.graphs else None
+        shape = recorded or exact_shape(num_rows, num_tokens)
+        self.buffers.fill(batch, *shape)
+        if self.graphs and recorded:
+            self.graphs.replay(recorded)
+            logits = self._logits
+        else:
+            logits = self._step(shape)
+        asked, num_logits = self.buffers.sampling, self._num_logits(shape)
+        reported = None
+        if self.graphs and recorded and asked.is_plain:
+            if not asked.is_greedy:
+                self.graphs.draw(num_logits)
+        elif not asked.takes_argmax:
+            reported = self._draw(logits, num_logits)
+        return LaunchedStep(batch, self.buffers.handover.end(), reported)
+
+    @torch.inference_mode()
+    def _step(self, shape: Shape) -> Tensor:
+        """The step that was filled: logits, and the greedy tokens in their place and on the host.
+
+        As it is recorded: all that differs between two steps of a shape is in the buffers.
+        """
+        logits = self.forward(self.buffers.fetch(*shape))
+        count = logits.shape[0]
+        torch.argmax(logits, dim=-1, out=self.buffers.handover.tokens[:count])
+        self.buffers.handover.post(count)
         return logits
 
-    def _draw_others(self, logits: Tensor) -> Reported:
+    @torch.inference_mode()
+    def _draw(self, logits: Tensor, count: int) -> Reported | None:
         """Tokens of rows that are not greedy, and log probabilities where they are asked for."""
-        buffers, count = self.buffers, len(logits)
+        buffers = self.buffers
         rows = SamplingRows.pack(
             buffers.sampling, buffers.temperature[:count], buffers.keys[:count]
         )
-        drawn = sample(logits, rows)
-        self.tokens[:count].copy_(drawn.token_ids)
-        return drawn.logprobs, drawn.top_ids, drawn.top_logprobs
+        drawn = self._sample(logits[:count], rows)
+        if drawn.logprobs is None:
+            return None
+        return tuple(_to_host(x) for x in drawn[1:] if x is not None)
 
-    def _copy_out(self, batch: ScheduledBatch, reported: Reported) -> LaunchedStep:
-        count = batch.num_rows
-        host, copied = self._hosts[self._turn]
-        host = host[:count]
-        self._turn = (self._turn + 1) % len(self._hosts)
-        host.copy_(self.tokens[:count], non_blocking=True)
-        if copied is None:
-            return LaunchedStep(batch, Sampled(host, *reported), None)
-        rest = (x if x is None else _to_host(x) for x in reported)
-        copied.record()
-        self.buffers.mark_end(copied)
-        return LaunchedStep(batch, Sampled(host, *rest), copied)
+    def _sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
+        drawn, handover = sample(logits, rows), self.buffers.handover
+        handover.tokens[: len(logits)].copy_(drawn.token_ids)
+        handover.post(len(logits))
+        return drawn
 
     # start
 
@@ -241,8 +230,10 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         shape = exact_shape(0, config.max_num_batched_tokens)
-        inputs = self.buffers.fill(ScheduledBatch.of(0, ()), *shape)
+        self._fill_padding(shape)
+        inputs = self.buffers.fetch(*shape)
         self.model(inputs, self.pools.state, self.pools.conv, self.pools.kv)
+        self.buffers.handover.end()
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
 
@@ -259,7 +250,8 @@ class ModelRunner:
         T = min(1024, self.buffers.max_prefill_tokens)
         for shape in (Shape(0, T), Shape(D, 0), Shape(D, T)):
             self._fill_padding(shape)
-            self._step(shape, takes_tokens=False)
+            self._step(shape)
+            self.buffers.handover.end()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.compile_seconds = time.perf_counter() - started
@@ -267,7 +259,7 @@ class ModelRunner:
         if cache is not None:
             cache.save()
 
-    def _capture(self, config: EngineConfig, recorder: Recorder, rows: int) -> None:
+    def _capture(self, config: EngineConfig, recorder: Recorder) -> None:
         chosen = Buckets.up_to(config.max_num_seqs, config.max_num_batched_tokens)
         limits = (self.buffers.max_decode_rows, self.buffers.max_prefill_tokens)
         given = (config.decode_buckets, config.prefill_buckets)
@@ -278,24 +270,29 @@ class ModelRunner:
                 (chosen.rows, chosen.tokens), given, least, limits, strict=True
             )
         ]
-        vocab = self.model.config.vocab_size
-        self._logits = torch.empty(rows, vocab, device=self.device)
+        handover, vocab = self.buffers.handover, self.model.config.vocab_size
+        self._logits = torch.empty(len(handover.tokens), vocab, device=self.device)
         graphs = StepGraphs(recorder, Buckets(*sizes))
-        # all capacity is padding now, so any shape is
-        self._fill_padding(Shape(*limits))
+        # all capacity is padding then, in each turn, so any shape is
+        for _ in handover.turns:
+            self._fill_padding(Shape(*limits))
+            self.buffers.fetch(*limits)
+            handover.end()
         num_logits = {self._num_logits(shape) for shape in graphs.buckets.shapes}
         self.captured = graphs.capture(self._recorded_step, self._recorded_draw, list(num_logits))
         self.graphs = graphs
+        handover.restart()
 
+    @torch.inference_mode()
     def _recorded_step(self, shape: Shape) -> None:
-        logits = self._step(shape, takes_tokens=True)
+        logits = self._step(shape)
         self._logits[: logits.shape[0]].copy_(logits)
 
+    @torch.inference_mode()
     def _recorded_draw(self, num_logits: int) -> None:
         temperature, keys = self.buffers.temperature[:num_logits], self.buffers.keys[:num_logits]
         rows = SamplingRows(temperature=temperature, keys=keys)
-        drawn = sample(self._logits[:num_logits], rows)
-        self.tokens[:num_logits].copy_(drawn.token_ids)
+        self._sample(self._logits[:num_logits], rows)
 
     def _num_logits(self, shape: Shape) -> int:
         return shape.D + (self.buffers.max_prefill_rows if shape.T else 0)
@@ -320,11 +317,11 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _logprobs(launched: LaunchedStep) -> Sequence[Sequence[TokenLogprobs]]:
-    batch, host = launched.batch, launched.host
+    batch = launched.batch
     found: list[Sequence[TokenLogprobs]] = [()] * batch.num_rows
-    if host.logprobs is None or host.top_ids is None or host.top_logprobs is None:
+    if launched.reported is None:
         return found
-    own, ids, values = host.logprobs.tolist(), host.top_ids.tolist(), host.top_logprobs.tolist()
+    own, ids, values = (x.tolist() for x in launched.reported)
     for i, row in enumerate(batch.rows):
         count = row.sampling.logprobs
         if row.samples and count is not None:

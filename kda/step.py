@@ -11,6 +11,7 @@ import torch
 
 from ..scheduler.batch import ScheduledBatch, ScheduledRow
 from ..scheduler.request import SamplingParams
+from .handover import Handover
 from .sampler import SamplingPlan
 
 TOKEN_ALIGNMENT = 16  # T is a multiple of this
@@ -66,13 +67,11 @@ def mark_sizes(inputs: StepInputs) -> None:
 
 
 class StepBuffers:
-    """Turns batches into StepInputs: one packed host buffer, one copy, fixed addresses.
+    """Turns batches into StepInputs: packed in memory of the host, one copy, fixed addresses.
 
     A step is laid out for D decode rows and T prefill tokens, which may exceed the batch's own;
-    each (D, T) has its views of the same memory, so a captured graph is replayed after `fill`.
-
-    On CUDA two pinned buffers take turns, so a step can be filled while the copy of the one before
-    is under way. On a CPU the views are the host buffer itself and hold until the next `fill`.
+    each (D, T) has its views of the same memory. `fill` writes arrays of the host, and the step
+    begins with `fetch`, so a captured graph is replayed after `fill`. See `Handover` for the rest.
     """
 
     def __init__(
@@ -112,48 +111,34 @@ class StepBuffers:
             self._offsets[name] = end
             words = int(np.prod(shape)) * _dtype(name).itemsize // torch.int32.itemsize
             end += _round_up(words, FIELD_ALIGNMENT)
-        is_cuda = torch.device(device).type == "cuda"
-        self._hosts = [self._new_host(end, pin=is_cuda) for _ in range(2 if is_cuda else 1)]
-        self._device = self._hosts[0].packed
-        if is_cuda:
-            self._device = torch.zeros(end, dtype=torch.int32, device=device)
+        self.handover = Handover(end, capacity["sample_rows"], torch.device(device))
+        self._hosts = [self._new_host(turn.words) for turn in self.handover.turns]
         self._layouts: dict[tuple[int, int], _Layout] = {}
-        self._turn = 0
         self._positions = np.arange(max_blocks * block_size)
-        # of the last fill, [D * (1 + K) + T] int32: the row of the step before whose sampled token
-        # stands here; -1: the id is known
-        self.prev_rows = self._view(self._device, "prev_rows")
-        # of the last fill: what its rows of logits ask for, and if one draws, the temperature and
-        # key of each, as in `SamplingRows`; R is at capacity, and a layout's rows are the first
+        # what rows of logits ask for: of the last fill
         self.sampling = SamplingPlan(())
-        self.temperature = self._view(self._device, "temperature")
-        self.keys = self._view(self._device, "keys")
+        # of the last fetch: if a row draws, the temperature and key of each, as in `SamplingRows`;
+        # R is at capacity, and a layout's rows are the first
+        self.temperature = self._view(self.handover.packed, "temperature")
+        self.keys = self._view(self.handover.packed, "keys")
 
-    def fill(
-        self,
-        batch: ScheduledBatch,
-        num_decode_rows: int | None = None,
-        num_prefill_tokens: int | None = None,
-    ) -> StepInputs:
-        """The batch as tensors, on their way to the device on the current stream.
+    def fill(self, batch: ScheduledBatch, D: int, T: int) -> None:
+        """The batch, on the host, for the next step to fetch.
 
         Sampled row i is the batch's row i (with draft tokens: 1 + K of them for a decode row), so
-        `sample_rows` says where each row of logits comes from. `prev_rows` and `sampling` are set
-        too; if a row draws, so are `temperature` and `keys`, and rows of padding are greedy.
+        `sample_rows` says where each row of logits comes from. `sampling` is set too; if a row
+        draws, so are `temperature` and `keys`, and rows of padding are greedy.
 
         Args:
-            num_decode_rows: D to lay out for. None: the batch's own.
-            num_prefill_tokens: T, a multiple of 16. None: the batch's own, rounded up.
+            D: decode rows to lay out for.
+            T: prefill tokens, a multiple of 16.
         """
         num_decode = batch.num_decode_rows
         num_prefill, tokens = batch.num_rows - num_decode, batch.num_prefill_tokens
-        D = num_decode if num_decode_rows is None else num_decode_rows
-        T = _round_up(tokens, TOKEN_ALIGNMENT) if num_prefill_tokens is None else num_prefill_tokens
         self._assert_fits(num_decode, tokens, num_prefill, D, T)
         layout = self._layout(D, T)
-        host, (packed, arrays, paddings) = self._hosts[self._turn], layout.hosts[self._turn]
-        self._turn = (self._turn + 1) % len(self._hosts)
-        self._await(host)
+        turn = self.handover.begin()
+        host, (arrays, paddings) = self._hosts[turn], layout.hosts[turn]
         for array, padding in paddings:
             array.fill(padding)
         if not num_decode:
@@ -166,40 +151,20 @@ class StepBuffers:
         if T > 0:
             self._fill_prefill(host, arrays, batch.prefill_rows, D, num_decode)
         self._fill_draws(arrays, batch if self.row_tokens == 1 else self._expand(batch))
-        if self._device is not host.packed:
-            layout.packed.copy_(packed, non_blocking=True)
-            host.is_read = True
-        self.prev_rows = layout.prev_rows
-        return layout.inputs
 
-    def mark_end(self, event: torch.cuda.Event) -> None:
-        """The step that was filled last is over when `event` has happened.
+    def fetch(self, D: int, T: int) -> StepInputs:
+        """Launch the copy of what was filled, and say where it will be.
 
-        So its host buffer is waited for by an event that the step records anyway.
+        Tokens that the step before sampled, by its rows, are put where the batch waits for them.
         """
-        self._hosts[self._turn - 1].end = event
-
-    def layout(self, D: int, T: int) -> tuple[StepInputs, torch.Tensor]:
-        """The tensors that `fill` gives for (D, T), and `prev_rows` of that layout."""
         layout = self._layout(D, T)
-        return layout.inputs, layout.prev_rows
-
-    @staticmethod
-    def take_tokens(inputs: StepInputs, prev_rows: torch.Tensor, sampled: torch.Tensor) -> None:
-        """Put tokens that the step before sampled, by its rows, where `inputs` waits for them."""
-        rows = prev_rows.clamp(min=0)
-        taken = torch.where(prev_rows < 0, inputs.input_ids, sampled[rows])
-        inputs.input_ids.copy_(taken)
-
-    def _await(self, host: "_Host") -> None:
-        """Until the copy from this buffer has ended."""
-        if not host.is_read:
-            return
-        if host.end is not None:
-            host.end.synchronize()
-        else:
-            torch.cuda.current_stream(self._device.device).synchronize()
-        host.is_read, host.end = False, None
+        self.handover.fetch(
+            layout.size,
+            ids_at=self._offsets["input_ids"],
+            prev_rows_at=self._offsets["prev_rows"],
+            num_ids=layout.inputs.input_ids.shape[0],
+        )
+        return layout.inputs
 
     def _sizes(self, D: int, T: int) -> dict[str, int]:
         """Leading sizes, in packed order. The table comes last: its tail isn't copied."""
@@ -224,27 +189,29 @@ class StepBuffers:
             "block_table": D + N,
         }
 
-    def _new_host(self, size: int, *, pin: bool) -> "_Host":
-        packed = torch.zeros(size, dtype=torch.int32, pin_memory=pin)
-        arrays = {name: self._view(packed, name).numpy() for name in self._shapes}
-        return _Host(packed, arrays)
+    def _new_host(self, words: torch.Tensor) -> "_Host":
+        return _Host({name: self._view(words, name).numpy() for name in self._shapes})
 
     def _view(self, packed: torch.Tensor, name: str) -> torch.Tensor:
         begin, shape = self._offsets[name], self._shapes[name]
         return packed[begin:].view(_dtype(name))[: int(np.prod(shape))].view(shape)
 
     def _layout(self, D: int, T: int) -> "_Layout":
-        if (D, T) not in self._layouts:
+        layout = self._layouts.get((D, T))
+        if layout is None:
             if len(self._layouts) == MAX_CACHED_LAYOUTS:
                 self._layouts.clear()
-            sizes = self._sizes(D, T)
-            views = {name: self._view(self._device, name)[:size] for name, size in sizes.items()}
-            inputs = StepInputs(**{name: views[name] for name in StepInputs._fields})
-            end = self._offsets["block_table"] + inputs.block_table.numel()
-            hosts = [_host_layout(host, sizes, end) for host in self._hosts]
-            packed = self._device[:end]
-            self._layouts[D, T] = _Layout(inputs, views["prev_rows"], packed, hosts)
-        return self._layouts[D, T]
+            layout = self._layouts[D, T] = self._make_layout(D, T)
+        return layout
+
+    # views made inside and outside of this mode are two kinds, and would be compiled for twice
+    @torch.inference_mode()
+    def _make_layout(self, D: int, T: int) -> "_Layout":
+        sizes, packed = self._sizes(D, T), self.handover.packed
+        views = {name: self._view(packed, name)[: sizes[name]] for name in StepInputs._fields}
+        inputs = StepInputs(**views)
+        size = self._offsets["block_table"] + inputs.block_table.numel()
+        return _Layout(inputs, size, [_host_layout(host, sizes) for host in self._hosts])
 
     def _assert_fits(self, num_decode: int, tokens: int, num_prefill: int, D: int, T: int) -> None:
         assert num_decode <= D <= self.max_decode_rows, (
@@ -386,28 +353,23 @@ class _Layout(NamedTuple):
     """The memory of one (D, T)."""
 
     inputs: StepInputs
-    prev_rows: torch.Tensor  # [D * (1 + K) + T] int32; see StepBuffers.prev_rows
-    packed: torch.Tensor  # all that a step of this layout reads
-    hosts: list["_HostLayout"]  # the same on the host, in each of its buffers
+    size: int  # words that a step of this layout reads
+    hosts: list["_HostLayout"]  # the same on the host, in each turn
 
 
 class _HostLayout(NamedTuple):
-    """The memory of one (D, T) in one host buffer."""
+    """The memory of one (D, T) in one turn."""
 
-    packed: torch.Tensor
-    arrays: dict[str, np.ndarray]  # the tensors in it
+    arrays: dict[str, np.ndarray]
     paddings: list[tuple[np.ndarray, int]]  # those of _PADDING that are not empty
 
 
 @dataclass(slots=True)
 class _Host:
-    """One packed host buffer."""
+    """One turn."""
 
-    packed: torch.Tensor  # [size] int32, pinned on CUDA
-    arrays: dict[str, np.ndarray]  # its tensors at full capacity
+    arrays: dict[str, np.ndarray]  # at full capacity
     tables: list[Sequence[int]] = field(init=False)  # what stands in each row of the block table
-    is_read: bool = False  # a copy from it may be under way
-    end: torch.cuda.Event | None = None  # it is over then; None: when the stream is idle
 
     def __post_init__(self) -> None:
         self.tables = [()] * len(self.arrays["block_table"])
@@ -439,10 +401,10 @@ def _dtype(name: str) -> torch.dtype:
     return {"temperature": torch.float32, "keys": torch.int64}.get(name, torch.int32)
 
 
-def _host_layout(host: _Host, sizes: dict[str, int], end: int) -> _HostLayout:
+def _host_layout(host: _Host, sizes: dict[str, int]) -> _HostLayout:
     arrays = {name: host.arrays[name][:size] for name, size in sizes.items()}
     paddings = [(arrays[name], padding) for name, padding in _PADDING.items() if arrays[name].size]
-    return _HostLayout(host.packed[:end], arrays, paddings)
+    return _HostLayout(arrays, paddings)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ..kda.buckets import Shape, exact_shape
 from ..kda.engine import Engine
+from ..kda.handover import Turn
 from ..kda.runner import LaunchedStep, ModelRunner, StepResult
-from ..kda.sampler import Sampled
 from ..scheduler.batch import ScheduledBatch
 from ..scheduler.request import SamplingParams
 
@@ -67,8 +68,7 @@ class TimedRunner(StandIn):
     def finish(self, launched: LaunchedStep) -> StepResult:
         record = self._flying.pop(0)
         start = time.perf_counter()
-        if launched.copied is not None:
-            launched.copied.synchronize()
+        launched.turn.wait()
         record.end = time.perf_counter()
         record.wait = record.end - start
         record.seconds = record.end - max(self._last_end, record.launched)
@@ -232,6 +232,7 @@ class SimulatedRunner(StandIn):
         self._steps = steps
         self._now = self._free = 0.0
         self._ends: list[float] = []
+        self._no_turn = Turn(torch.empty(0), np.empty(0), None)
 
     def now(self) -> float:
         return self._now
@@ -240,7 +241,7 @@ class SimulatedRunner(StandIn):
         self.on_launch(batch)
         self._free = max(self._free, self._now) + self._steps.seconds(self.shape_of(batch))
         self._ends.append(self._free)
-        return LaunchedStep(batch, Sampled(torch.empty(0), None, None, None), None)
+        return LaunchedStep(batch, self._no_turn)
 
     def finish(self, launched: LaunchedStep) -> StepResult:
         self._now = self._ends.pop(0)

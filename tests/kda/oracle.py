@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch_kda.cache.storage import Pools
 from torch_kda.kda.model import KDAForCausalLM
-from torch_kda.kda.step import StepBuffers
+from torch_kda.kda.step import TOKEN_ALIGNMENT, StepBuffers, StepInputs
 from torch_kda.kda.weights import load_checkpoint, load_config
 from torch_kda.scheduler.batch import ScheduledBatch, ScheduledRow
 from torch_kda.scheduler.request import SamplingParams
@@ -115,9 +115,15 @@ class Driver:
         self.num_blocks_used += count
         return array("i", reversed(ids))
 
+    def load(
+        self, batch: ScheduledBatch, D: int | None = None, T: int | None = None
+    ) -> StepInputs:
+        """The batch as a step finds it."""
+        return load(self.buffers, batch, D, T)
+
     def run_all(self, only: ScheduledRow) -> Tensor:
         """Logits after every token of a prefill row."""
-        inputs = self.buffers.fill(ScheduledBatch.of(0, (only,)))
+        inputs = self.load(ScheduledBatch.of(0, (only,)))
         everywhere = torch.arange(only.end - only.start, dtype=torch.int32)
         with torch.inference_mode():
             pools = (self.pools.state, self.pools.conv, self.pools.kv)
@@ -126,11 +132,23 @@ class Driver:
     def run(self, *rows: ScheduledRow, D: int | None = None, T: int | None = None) -> Tensor:
         """Logits of the rows, one for each (for a decode row with draft tokens 1 + K)."""
         batch = ScheduledBatch.of(0, rows)
-        inputs = self.buffers.fill(batch, D, T)
+        inputs = self.load(batch, D, T)
         with torch.inference_mode():
             logits = self.model(inputs, self.pools.state, self.pools.conv, self.pools.kv)
         decode = batch.num_decode_rows
         return logits[: decode * self.buffers.row_tokens + len(rows) - decode]
+
+
+def load(
+    buffers: StepBuffers, batch: ScheduledBatch, D: int | None = None, T: int | None = None
+) -> StepInputs:
+    """What a step of the batch begins with, laid out for its own rows or for more."""
+    tokens = -(-batch.num_prefill_tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
+    shape = (batch.num_decode_rows if D is None else D, tokens if T is None else T)
+    buffers.fill(batch, *shape)
+    inputs = buffers.fetch(*shape)
+    buffers.handover.end()
+    return inputs
 
 
 def row(

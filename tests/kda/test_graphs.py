@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from torch_kda.kda.buckets import Buckets, Shape
 from torch_kda.kda.config import EngineConfig
 from torch_kda.kda.graphs import StepGraphs
@@ -161,11 +162,12 @@ def test_addresses_stay(model: KDAForCausalLM) -> None:
     rng = random.Random(1)
 
     def addresses() -> list[int]:
-        held = [runner.tokens, runner._logits]
+        held = [runner.buffers.handover.tokens, runner._logits]
         held += [runner.buffers.temperature, runner.buffers.keys]
-        for shape in runner.graphs.buckets.shapes:
-            inputs, prev_rows = runner.buffers.layout(*shape)
-            held += [*inputs, prev_rows]
+        with torch.inference_mode():
+            for shape in runner.graphs.buckets.shapes:
+                held += runner.buffers.fetch(*shape)
+        runner.buffers.handover.restart()
         return [x.data_ptr() for x in held]
 
     before = addresses()

@@ -120,16 +120,14 @@ class Launches(TorchDispatchMode):
 
 
 def test_plain_draw_launches_its_recording_alone() -> None:
-    """What it reads came with the step: no operation but those of a greedy step."""
-    seen = []
+    """What it reads came with the step, as what a greedy step reads: no operation but replays."""
     for temperature in (0, 1):
         engine, drawn = decoding_engine(temperature), []
         engine.runner.graphs.draw = drawn.append
         with Launches() as launches:
             engine.step()
         assert drawn == [NUM_ROWS] * temperature
-        seen.append(launches.names)
-    assert seen[0] == seen[1] and "aten.copy_.default" in seen[0]
+        assert not launches.names
 
 
 @pytest.mark.parametrize("temperature", [0, 1], ids="temperature{}".format)

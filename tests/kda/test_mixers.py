@@ -15,7 +15,7 @@ from torch_kda.tests.kda.oracle import Driver, hf_model, ours, row, tokens
 
 def prefill_inputs(driver: Driver, length: int):
     only = row(tokens(length), 0, src=-1, dst=0, blocks=driver.blocks(length))
-    return driver.buffers.fill(ScheduledBatch.of(0, (only,)))
+    return driver.load(ScheduledBatch.of(0, (only,)))
 
 
 @torch.inference_mode()
@@ -43,7 +43,7 @@ def test_attention_mixer_absorbs(tmp_path) -> None:
     x = 3 * torch.randn(48, 64)
     prefilled = mixer(x, inputs, pool)
     last = row([0], 32, src=0, dst=0, blocks=inputs.block_table[0].clone().numpy(), decode=True)
-    step = driver.buffers.fill(ScheduledBatch.of(0, (last,)))
+    step = driver.load(ScheduledBatch.of(0, (last,)))
     decoded = mixer(x[32:33], step, pool)
     torch.testing.assert_close(decoded[0], prefilled[32], atol=1e-5, rtol=1e-5)
 

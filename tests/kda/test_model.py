@@ -247,7 +247,7 @@ def test_compile_fullgraph(D: int, T: int) -> None:
     driver = Driver(tiny(**SHORT))
     rows = mixed_rows(driver, (30, 17))
     batch = ScheduledBatch.of(0, tuple(r for r in rows if (D if r.is_decode else T)))
-    inputs = driver.buffers.fill(batch, D, T)
+    inputs = driver.load(batch, D, T)
     eager, traced = copied(driver.pools), copied(driver.pools)
     expected = run(driver.model, inputs, eager)
     compiled = torch.compile(driver.model, fullgraph=True, backend="eager")
@@ -270,7 +270,7 @@ def test_compile_inductor() -> None:
         for i, pool in enumerate(driver.pools.state):
             # another content in each layer, so that taking one layer's memory for another shows
             pool[0] += 0.1 * (i + 1)
-        inputs = driver.buffers.fill(ScheduledBatch.of(0, tuple(rows)))
+        inputs = driver.load(ScheduledBatch.of(0, tuple(rows)))
         mark_sizes(inputs)
         eager, lowered = copied(driver.pools), copied(driver.pools)
         expected = run(driver.model, inputs, eager)
@@ -302,7 +302,7 @@ def test_forward_on_gpu(seed: int) -> None:
     config = model_preset("tiny", **sizes, dtype="bfloat16")
     exact = Driver(random_model(replace(config, dtype="float32"), seed))
     rows = mixed_rows(exact, (30, 17))
-    inputs = exact.buffers.fill(ScheduledBatch.of(0, tuple(rows)))
+    inputs = exact.load(ScheduledBatch.of(0, tuple(rows)))
 
     def in_bf16(device: str) -> Tensor:
         model = KDAForCausalLM(config, device=device)
@@ -330,7 +330,7 @@ def test_padding_wakes_no_expert(monkeypatch: pytest.MonkeyPatch, D: int, T: int
     chosen = []
     call = layers.moe
     monkeypatch.setattr(layers, "moe", lambda *a: chosen.append((a[3] >= 0).all(-1)) or call(*a))
-    inputs = driver.buffers.fill(batch, D, T)
+    inputs = driver.load(batch, D, T)
     run(driver.model, inputs, driver.pools)
     expected = ([True, True] + [False] * 4 if D else []) + ([True] * 47 + [False] * 49 if T else [])
     assert len(chosen) == 3 and all(ids.tolist() == expected for ids in chosen)

@@ -10,7 +10,7 @@ from torch_kda.kda.sampler import stream_keys, stream_starts
 from torch_kda.kda.step import StepBuffers, StepInputs
 from torch_kda.scheduler.batch import ScheduledBatch, ScheduledRow
 from torch_kda.scheduler.request import SamplingParams
-from torch_kda.tests.kda.oracle import row
+from torch_kda.tests.kda.oracle import load, row
 
 BLOCK = 16
 CAPACITY = {
@@ -23,8 +23,13 @@ CAPACITY = {
 }
 
 
+TOKENS = [7000 + i for i in range(11)]  # that the step before drew
+
+
 def buffers(draft_tokens: int = 0, **changes) -> StepBuffers:
-    return StepBuffers(**{**CAPACITY, **changes}, num_speculative_tokens=draft_tokens)
+    into = StepBuffers(**{**CAPACITY, **changes}, num_speculative_tokens=draft_tokens)
+    into.handover.tokens[: len(TOKENS)] = torch.tensor(TOKENS)
+    return into
 
 
 def random_row(rng: random.Random, slots: list[int], *, decode: bool, most: int) -> ScheduledRow:
@@ -149,14 +154,16 @@ def test_fill(K: int) -> None:
         tokens = batch.num_prefill_tokens
         D = rng.randint(batch.num_decode_rows, CAPACITY["max_decode_rows"])
         T = rng.choice([t for t in (0, 16, 48, 112, 192) if t >= tokens])
-        inputs = into.fill(batch, D, T)
+        inputs = load(into, batch, D, T)
         expected = plain(batch, D, T, K)
-        prev_rows = expected.pop("prev_rows")
+        ids, prev_rows = expected["input_ids"], expected.pop("prev_rows")
+        expected["input_ids"] = [
+            new if i < 0 else TOKENS[i] for i, new in zip(prev_rows, ids, strict=True)
+        ]
         for name, values in expected.items():
             tensor = getattr(inputs, name)
             assert tensor.dtype == torch.int32 and tensor.is_contiguous()
             assert tensor.tolist() == values, name
-        assert into.prev_rows.tolist() == prev_rows
         temperatures, keys = plain_draws(batch, len(inputs.sample_rows), K)
         assert into.sampling.is_greedy == (not any(temperatures))
         if any(temperatures):
@@ -176,7 +183,7 @@ def test_fill_looks_up_the_same_rows_once() -> None:
             )
             for asked in params
         ]
-        into.fill(ScheduledBatch.of(0, tuple(made)))
+        load(into, ScheduledBatch.of(0, tuple(made)), 2)
         return into.sampling, into.temperature[:2].tolist(), into.keys[:2].tolist()
 
     plan, temperatures, keys = fill(greedy, drawn)
@@ -189,22 +196,8 @@ def test_fill_looks_up_the_same_rows_once() -> None:
     assert fill(drawn)[1] == [1, 0]
     assert fill(drawn, samples=False)[0].is_greedy
     assert not fill(drawn)[0].is_greedy
-    into.fill(ScheduledBatch.of(0, ()))
+    load(into, ScheduledBatch.of(0, ()))
     assert into.sampling.takes_argmax
-
-
-def test_fill_sizes_by_default() -> None:
-    """Without a layout: the batch's own D, and T rounded up to a multiple of 16."""
-    batch = ScheduledBatch.of(
-        0,
-        (
-            row([1], 3, src=0, dst=1, blocks=array("i", [5]), decode=True),
-            row([2] * 17, 0, src=-1, dst=2, blocks=array("i", [6, 7])),
-        ),
-    )
-    inputs = buffers().fill(batch)
-    assert inputs.decode_src_slots.shape == (1,)
-    assert inputs.input_ids.shape == (1 + 32,)
 
 
 def test_fill_exports_are_sorted() -> None:
@@ -212,7 +205,7 @@ def test_fill_exports_are_sorted() -> None:
         0,
         (row([1] * 50, 16, src=0, dst=1, blocks=array("i", range(5)), exports=((64, 3), (32, 4))),),
     )
-    inputs = buffers().fill(batch)
+    inputs = load(buffers(), batch)
     assert inputs.checkpoint_offsets[:2].tolist() == [16, 48]
     assert inputs.checkpoint_slots[:2].tolist() == [4, 3]
 
@@ -221,10 +214,10 @@ def test_fill_keeps_addresses() -> None:
     """A (D, T) has the same memory each time, so a captured graph can be replayed."""
     into, rng = buffers(), random.Random(1)
     empty = ScheduledBatch.of(0, ())
-    first = [x.data_ptr() for x in (*into.fill(empty, 3, 32), into.temperature, into.keys)]
+    first = [x.data_ptr() for x in (*load(into, empty, 3, 32), into.temperature, into.keys)]
     for _ in range(5):
-        into.fill(random_batch(rng, 0), 6, 192)
-    held = (*into.fill(empty, 3, 32), into.temperature, into.keys)
+        load(into, random_batch(rng, 0), 6, 192)
+    held = (*load(into, empty, 3, 32), into.temperature, into.keys)
     assert [x.data_ptr() for x in held] == first
     assert all(address % 16 == 0 for address in first)
 
@@ -242,7 +235,7 @@ def test_fill_asserts_capacity(D: int, T: int) -> None:
         buffers().fill(ScheduledBatch.of(0, ()), D, T)
 
 
-def test_take_tokens() -> None:
+def test_fetch_takes_tokens() -> None:
     """The last id comes from the step before, by that step's rows; all others stay."""
     into = buffers()
     rows = [
@@ -251,25 +244,25 @@ def test_take_tokens() -> None:
         row([0], 9, src=4, dst=5, blocks=array("i", [2]), decode=True, prev_row=0),
         row([7, 8, 0], 0, src=-1, dst=6, blocks=array("i", [3]), prev_row=1),
     ]
-    inputs = into.fill(ScheduledBatch.of(0, tuple(rows)), 4, 16)
-    into.take_tokens(inputs, into.prev_rows, torch.tensor([90, 91, 92]))
+    into.handover.tokens[:3] = torch.tensor([90, 91, 92])
+    inputs = load(into, ScheduledBatch.of(0, tuple(rows)), 4, 16)
     assert inputs.input_ids.tolist() == [92, 44, 90, 0, 7, 8, 91, *[0] * 13]
 
 
 @pytest.mark.gpu
 def test_fill_on_gpu() -> None:
-    """Steps filled faster than they are copied arrive whole, each in its turn."""
-    on_gpu = StepBuffers(**CAPACITY, device="cuda")
+    """Steps filled faster than they are fetched arrive whole, each in its turn."""
+    on_gpu = buffers(device="cuda")
     on_cpu, rng = buffers(), random.Random(2)
     batches = [random_batch(rng, 0) for _ in range(60)]
-    names = (*StepInputs._fields, "prev_rows", "temperature", "keys")
+    names = (*StepInputs._fields, "temperature", "keys")
 
     def tensors_of(into: StepBuffers, batch: ScheduledBatch) -> list[torch.Tensor]:
-        inputs = into.fill(batch, 6, 192)
+        inputs = load(into, batch, 6, 192)
         # keys of rows of padding are anything, and those of greedy steps too
         count = 0 if into.sampling.is_greedy else len(batch.rows)
         draws = (into.temperature[: count and 6 + 5], into.keys[:count])
-        return [x.clone() for x in (*inputs, into.prev_rows, *draws)]
+        return [x.clone() for x in (*inputs, *draws)]
 
     torch.cuda._sleep(20_000_000)  # the copies queue up behind this
     seen = [tensors_of(on_gpu, batch) for batch in batches]

@@ -12,7 +12,7 @@ PACKAGE = "torch_kda.ops.triton"
 MODULES = (
     *("functions", "search", "decode", "conv", "norms"),
     *("latents", "latent_decode", "latent_prefill", "experts", "activations"),
-    "router",
+    *("router", "handover"),
 )
 
 

@@ -21,6 +21,7 @@ from torch_kda.ops.triton import (  # noqa: E402
     conv,
     decode,
     experts,
+    handover,
     latent_decode,
     latent_prefill,
     latents,
@@ -125,6 +126,13 @@ def run_moe_route(M: int, dtype: torch.dtype) -> None:
     router.moe_route(x, weight, torch.empty(256), 8, is_real=is_real, **numbers)
 
 
+def run_handover() -> None:
+    state, tokens, posted = int32(2), torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8)
+    places = {"ids_at": 256, "prev_rows_at": 512, "num_ids": 64}
+    handover.fetch(int32(2, 4096), state, tokens, int32(4000), **places)
+    handover.post(tokens, state, posted.long())
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "decode": lambda: run_decode(1, 4, 1, -5.0),
     "decode-drafts": lambda: run_decode(4, 4, 2, None),
@@ -142,6 +150,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "moe_route-fp32": lambda: run_moe_route(500, torch.float32),
     **{f"rms_norm-{size}": lambda size=size: run_rms_norm(size) for size in (512, 2304, 8192)},
     "silu_and_mul": lambda: activations.silu_and_mul(bf16(8, 2048)),
+    "handover": run_handover,
     "sigmoid_mul": lambda: activations.sigmoid_mul(bf16(8, 1536), bf16(8, 3072)[:, 1536:]),
 }
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
-from torch_kda.ops import reference
+from torch_kda.ops import handover, reference
 from torch_kda.tests.checks import assert_close_as_torch, assert_rms, assert_same
 from torch_kda.tests.ops.cases import BOUNDS, POOLS, Case, run, to, truth
 from torch_kda.tests.ops.interpreted import kernels
@@ -296,3 +296,40 @@ def test_activations(triton: Kernels, device: str, dtype: torch.dtype, shape, na
     check(kernels.silu_and_mul, reference.silu_and_mul_ref, {"x": both}, block=32)
     x, gate = both.chunk(2, dim=1)
     check(kernels.sigmoid_mul, reference.sigmoid_mul_ref, {"x": x, "gate": gate}, block=32)
+
+
+@pytest.mark.parametrize(
+    ("size", "ids_at", "prev_rows_at", "num_ids"),
+    [(100, 32, 64, 9), (7, 0, 3, 3), (64, 10, 40, 24), (33, 5, 20, 0)],
+)
+def test_fetch(triton: Kernels, device: str, size: int, ids_at: int, prev_rows_at: int, num_ids):
+    """The turns alternate whatever the number of programs, and nothing past the size is written."""
+    pinned = {"pin_memory": device == "cuda"}
+    hosts = torch.randint(1 << 20, (2, 128), dtype=torch.int32, **pinned)
+    rows = torch.randint(-3, 5, (2, num_ids), dtype=torch.int32).clamp(min=-1)
+    hosts[:, prev_rows_at : prev_rows_at + num_ids] = rows
+    tokens = torch.randint(1 << 20, (5,), dtype=torch.int64)
+    places = {"ids_at": ids_at, "prev_rows_at": prev_rows_at, "num_ids": num_ids}
+    state, known = (torch.tensor([1, 0], dtype=torch.int32) for _ in range(2))
+    state, on_device = state.to(device), tokens.to(device)
+    for _ in range(5):
+        packed = torch.full((128,), -5, dtype=torch.int32, device=device)
+        triton["handover"].fetch(hosts, state, on_device, packed[:size], **places, block=16)
+        expected = torch.full((128,), -5, dtype=torch.int32)
+        handover.fetch(hosts, known, tokens, expected[:size], **places)
+        assert_same("packed", packed.cpu(), expected)
+        assert_same("state", state.cpu(), known)
+
+
+@pytest.mark.parametrize("count", [1, 8, 19])
+def test_post(triton: Kernels, device: str, count: int):
+    posted = torch.full((2, 20), -5, dtype=torch.int64, pin_memory=device == "cuda")
+    for turn in (1, 0, 1):
+        tokens = torch.randint(1 << 40, (count,), dtype=torch.int64, device=device)
+        state = torch.tensor([turn, 0], dtype=torch.int32)
+        expected = posted.clone()
+        handover.post(tokens.cpu(), state, expected)
+        triton["handover"].post(tokens, state.to(device), posted, block=8)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert_same("posted", posted, expected)

@@ -56,5 +56,5 @@ def test_prefill_flops(runner: ModelRunner) -> None:
 def test_counting_experts(runner: ModelRunner) -> None:
     with counting_experts() as counts, torch.inference_mode():
         runner.buffers.fill(ScheduledBatch.of(0, ()), 4, 0)
-        runner._step(Shape(4, 0), takes_tokens=False)
+        runner._step(Shape(4, 0))
     assert counts == [0, 0, 0]  # padding wakes none
