@@ -20,6 +20,9 @@ MAX_CACHED_LAYOUTS = 1024  # (D, T) pairs whose views are kept
 GREEDY = SamplingParams(temperature=0)
 
 
+NO_COLUMNS: Any = ScheduledRow._make([()] * len(ScheduledRow._fields))
+
+
 class StepInputs(NamedTuple):
     """D decode rows of 1 + K tokens come first, then T prefill tokens of up to N sequences.
 
@@ -139,8 +142,13 @@ class StepBuffers:
         layout = self._layout(D, T)
         turn = self.handover.begin()
         host, (arrays, paddings) = self._hosts[turn], layout.hosts[turn]
-        for array, padding in paddings:
-            array.fill(padding)
+        shape = (D, T, num_decode)
+        stays = host.shape == shape and T == 0 and self.row_tokens == 1
+        host.shape = None  # until this fill is complete
+        if not stays:
+            host.columns = NO_COLUMNS
+            for array, padding in paddings:
+                array.fill(padding)
         if not num_decode:
             host.write_blocks(0, D, ())
         elif self.row_tokens == 1:
@@ -151,6 +159,7 @@ class StepBuffers:
         if T > 0:
             self._fill_prefill(host, arrays, batch.prefill_rows, D, num_decode)
         self._fill_draws(arrays, batch if self.row_tokens == 1 else self._expand(batch))
+        host.shape = shape
 
     def fetch(self, D: int, T: int) -> StepInputs:
         """Launch the copy of what was filled, and say where it will be.
@@ -224,18 +233,28 @@ class StepBuffers:
     def _fill_decode(
         self, host: "_Host", arrays: dict[str, np.ndarray], batch: ScheduledBatch, D: int
     ) -> None:
-        """Rows of one token each, in few calls: this runs between two steps of the device."""
+        """Rows of one token each, in few calls: this runs between two steps of the device.
+
+        Most steps have the rows of the step before, so only what is not what stands there is
+        written: nothing but lengths and places of the new tokens.
+        """
         columns: Any = batch.columns
         n = batch.num_decode_rows
         if n < batch.num_rows:
             columns = ScheduledRow._make([column[:n] for column in columns])
+        known, host.columns = host.columns, columns
         table = host.write_blocks(0, D, columns.block_table)
-        arrays["decode_src_slots"][:n] = columns.src_slot
-        arrays["decode_dst_slots"][:n, 0] = [slot for (slot,) in columns.dst_slots]
-        arrays["input_ids"][:n] = [token for (token,) in columns.token_ids]
-        arrays["prev_rows"][:n] = columns.prev_row
+        if columns.src_slot != known.src_slot:
+            arrays["decode_src_slots"][:n] = columns.src_slot
+        if columns.dst_slots != known.dst_slots:
+            arrays["decode_dst_slots"][:n, 0] = [slot for (slot,) in columns.dst_slots]
+        if columns.token_ids != known.token_ids:
+            arrays["input_ids"][:n] = [token for (token,) in columns.token_ids]
+        if columns.prev_row != known.prev_row:
+            arrays["prev_rows"][:n] = columns.prev_row
         every = self._positions[:n]
-        arrays["sample_rows"][:n] = every
+        if known is NO_COLUMNS:
+            arrays["sample_rows"][:n] = every
         starts = np.array(columns.start, dtype=np.int32)
         np.add(starts, 1, out=arrays["seq_lens"][:n])
         # a token is new when it is decoded, and so is its KV
@@ -370,6 +389,8 @@ class _Host:
 
     arrays: dict[str, np.ndarray]  # at full capacity
     tables: list[Sequence[int]] = field(init=False)  # what stands in each row of the block table
+    shape: tuple[int, int, int] | None = None  # D, T and decode rows of what stands in the others
+    columns: Any = NO_COLUMNS  # its decode rows
 
     def __post_init__(self) -> None:
         self.tables = [()] * len(self.arrays["block_table"])

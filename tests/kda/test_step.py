@@ -145,6 +145,17 @@ def random_batch(rng: random.Random, K: int) -> ScheduledBatch:
     return ScheduledBatch.of(0, (*decode, *prefill))
 
 
+def check_inputs(inputs: StepInputs, expected: dict[str, list]) -> None:
+    ids, prev_rows = expected["input_ids"], expected.pop("prev_rows")
+    expected["input_ids"] = [
+        new if i < 0 else TOKENS[i] for i, new in zip(prev_rows, ids, strict=True)
+    ]
+    for name, values in expected.items():
+        tensor = getattr(inputs, name)
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+        assert tensor.tolist() == values, name
+
+
 @pytest.mark.parametrize("K", [0, 2])
 def test_fill(K: int) -> None:
     """Each fill is complete: nothing of the one before shows, whatever its layout was."""
@@ -156,20 +167,48 @@ def test_fill(K: int) -> None:
         T = rng.choice([t for t in (0, 16, 48, 112, 192) if t >= tokens])
         inputs = load(into, batch, D, T)
         expected = plain(batch, D, T, K)
-        ids, prev_rows = expected["input_ids"], expected.pop("prev_rows")
-        expected["input_ids"] = [
-            new if i < 0 else TOKENS[i] for i, new in zip(prev_rows, ids, strict=True)
-        ]
-        for name, values in expected.items():
-            tensor = getattr(inputs, name)
-            assert tensor.dtype == torch.int32 and tensor.is_contiguous()
-            assert tensor.tolist() == values, name
+        check_inputs(inputs, expected)
         temperatures, keys = plain_draws(batch, len(inputs.sample_rows), K)
         assert into.sampling.is_greedy == (not any(temperatures))
         if any(temperatures):
             assert into.temperature[: len(temperatures)].tolist() == temperatures
             assert into.keys[: len(keys)].tolist() == keys
     assert into.temperature.dtype == torch.float32 and into.keys.dtype == torch.int64
+
+
+@pytest.mark.parametrize("K", [0, 2])
+def test_fill_of_the_same_rows(K: int) -> None:
+    """Rows that decode on, and then each thing that can change about one of them."""
+    rng, into = random.Random(K), buffers(K)
+    changes = {
+        "token_ids": lambda r: [rng.randrange(500) for _ in r.token_ids],
+        "prev_row": lambda r: rng.choice([-1, 0, 5]),
+        "src_slot": lambda r: rng.randrange(1000),
+        "dst_slots": lambda r: tuple(rng.sample(range(1000), len(r.dst_slots))),
+        "block_table": lambda r: rng.sample(range(1000), CAPACITY["max_blocks"]),
+    }
+    for _ in range(12):
+        slots = rng.sample(range(200), 200)
+        n, D = rng.choice([(1, 2), (3, 6), (6, 6)])
+        rows = [random_row(rng, slots, decode=True, most=1 + K) for _ in range(n)]
+        rows = [r._replace(block_table=changes["block_table"](r)) for r in rows]
+        for number in range(12):
+            if number and K == 0:
+                rows = [r._replace(start=r.start + 1, end=r.end + 1) for r in rows]
+            if rng.random() < 0.5:
+                i, name = rng.randrange(n), rng.choice(list(changes))
+                rows[i] = rows[i]._replace(**{name: changes[name](rows[i])})
+            rows = [r._replace(kv_start=r.start) for r in rows]
+            if rng.random() < 0.2:
+                # another step, or one that isn't filled to its end, in between
+                other = random_batch(rng, K)
+                load(into, other, CAPACITY["max_decode_rows"], 192)
+            if rng.random() < 0.2:
+                bad = rows[-1]._replace(dst_slots=("no slot",) * len(rows[-1].dst_slots))
+                with pytest.raises(ValueError, match="no slot"):
+                    into.fill(ScheduledBatch.of(0, (*rows[:-1], bad)), D, 0)
+            batch = ScheduledBatch.of(0, tuple(rows))
+            check_inputs(load(into, batch, D, 0), plain(batch, D, 0, K))
 
 
 def test_fill_looks_up_the_same_rows_once() -> None:
