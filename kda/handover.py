@@ -98,4 +98,3 @@ class Handover:
             torch.cuda.synchronize(self._state.device)
         before = (self._next - 1) % NUM_TURNS
         self._state.copy_(torch.tensor([before, 0], dtype=torch.int32))
-

@@ -28,7 +28,7 @@ from .floors import Floors, counting_experts
 from .greedy import compare_greedy
 from .model_report import markdown
 from .provenance import origin
-from .timing import Timing, copy_bytes_per_second, summarise, time_calls
+from .timing import Timing, copy_bytes_per_second, on_quietest_core, summarise, time_calls
 from .workloads import (
     Client,
     RequestRecord,
@@ -319,13 +319,17 @@ class Bench:
         """Steps of decode rows alone."""
         floors = Floors.of(self.runner)
         eager: dict[str, float | None] = {}
-        quiet: dict[str, float | None] = {}
+        hosts: dict[str, dict[str, float | None]] = {}
         for batch in self.sizes.batches:
             timed = TimedRunner(self.runner)
             engine = self.decoding(timed, batch)
-            step, host = self.decode_us(engine, timed)
-            # cores that are shared with others can be three times slower for a second
-            quiet[str(batch)] = _short(host.p10_us)
+            with on_quietest_core() as core:
+                step, host = self.decode_us(engine, timed)
+            hosts[str(batch)] = {
+                "core": core,
+                "p10_us": _short(host.p10_us),
+                "p90_us": _short(host.p90_us),
+            }
             with self.runner.eager(), counting_experts() as experts:
                 engine.step()
                 engine.step()
@@ -349,7 +353,7 @@ class Bench:
             }
             self.data["decode"].append({key: _short(value) for key, value in row.items()})
             self.say(f"decode {self.data['decode'][-1]}")
-        self.data["meta"] |= {"eager_decode_us": eager, "host_p10_us": quiet}
+        self.data["meta"] |= {"eager_decode_us": eager, "host_detail": hosts}
 
     def decoding(self, timed: TimedRunner, batch: int) -> Engine:
         """An engine in which so many requests decode and nothing else happens."""

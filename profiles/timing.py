@@ -1,8 +1,10 @@
 """The one timer: calls on rotating inputs, replayed from CUDA graphs, interleaved, in medians."""
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +17,7 @@ L2_SHARE = 4  # inputs of one variant fill the L2 cache this many times, so none
 MIN_SETS = 2
 MAX_SETS = 64
 WARM_UP = 2
+CORE_LOOPS = 40  # fixed loops, of 0.1 ms where nothing disturbs them, by which a core is judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,38 @@ def time_host(call: Call, *, rounds: int = 200) -> float:
         best = min(best, (time.perf_counter() - started) / (rounds // 10))
         torch.cuda.synchronize()
     return best * 1e6
+
+
+@contextmanager
+def on_quietest_core() -> Iterator[int | None]:
+    """This thread on the core where a fixed loop takes least now; its number, None if it can't.
+
+    The cores of a lent machine do other people's work beside ours, unseen, and a core that does
+    takes two or three times as long for the same step.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield None
+        return
+    allowed = os.sched_getaffinity(0)
+    try:
+        seconds = {core: _loop_seconds(core) for core in sorted(allowed)}
+        core = min(seconds, key=lambda core: seconds[core])
+        os.sched_setaffinity(0, {core})
+        yield core
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def _loop_seconds(core: int) -> float:
+    """A long one of some loops on that core: the median would miss who comes and goes."""
+    os.sched_setaffinity(0, {core})
+    times = []
+    for _ in range(CORE_LOOPS):
+        started = time.perf_counter()
+        for value in range(2500):
+            hash((value, value))
+        times.append(time.perf_counter() - started)
+    return statistics.quantiles(times, n=10, method="inclusive")[-1]
 
 
 def copy_bytes_per_second(device: torch.device) -> float:

@@ -115,9 +115,7 @@ class Driver:
         self.num_blocks_used += count
         return array("i", reversed(ids))
 
-    def load(
-        self, batch: ScheduledBatch, D: int | None = None, T: int | None = None
-    ) -> StepInputs:
+    def load(self, batch: ScheduledBatch, D: int | None = None, T: int | None = None) -> StepInputs:
         """The batch as a step finds it."""
         return load(self.buffers, batch, D, T)
 

@@ -1,5 +1,6 @@
 """The timer: what it needs, how many inputs it rotates over, and on a device what it measures."""
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -92,3 +93,25 @@ def test_time_calls() -> None:
 @pytest.mark.gpu
 def test_copy_bytes_per_second() -> None:
     assert 1e11 < timing.copy_bytes_per_second(torch.device("cuda", 0)) < 1e13
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can't be chosen here")
+def test_quietest_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is there inside, and afterwards where it was, whatever happens."""
+    allowed = os.sched_getaffinity(0)
+    quiet = max(allowed)
+    monkeypatch.setattr(timing, "_loop_seconds", lambda core: 1.0 + (core != quiet))
+    with timing.on_quietest_core() as core:
+        assert core == quiet and os.sched_getaffinity(0) == {quiet}
+    assert os.sched_getaffinity(0) == allowed
+    with pytest.raises(KeyboardInterrupt), timing.on_quietest_core():
+        raise KeyboardInterrupt
+    assert os.sched_getaffinity(0) == allowed
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can't be chosen here")
+def test_each_core_is_tried() -> None:
+    allowed = os.sched_getaffinity(0)
+    with timing.on_quietest_core() as core:
+        assert core in allowed
+    assert os.sched_getaffinity(0) == allowed
