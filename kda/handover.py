@@ -7,11 +7,10 @@ pinned memory: the host writes arrays, launches one graph, and reads an array.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.handover import NUM_TURNS, fetch, post
+from ..ops.handover import NUM_TURNS, Places, fetch, post
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +18,7 @@ class Turn:
     """The host's memory of one step: good until the step after the next one is filled."""
 
     words: Tensor  # [num_words] int32, its inputs
-    tokens: np.ndarray  # [num_tokens] int64, what it drew, by its rows; after `wait`
+    tokens: memoryview  # [num_tokens] int64, what it drew, by its rows; after `wait`
     end: torch.cuda.Event | None  # None on a CPU, where a launch returns when it is over
     is_flying: bool = False  # launched, and nobody has waited for it
 
@@ -50,9 +49,10 @@ class Handover:
         self._hosts = torch.zeros(NUM_TURNS, num_words, dtype=torch.int32, pin_memory=is_cuda)
         self._posted = torch.zeros(NUM_TURNS, num_tokens, dtype=torch.int64, pin_memory=is_cuda)
         self.turns = [
-            Turn(words, tokens.numpy(), torch.cuda.Event() if is_cuda else None)
+            Turn(words, memoryview(tokens.numpy()), torch.cuda.Event() if is_cuda else None)
             for words, tokens in zip(self._hosts, self._posted, strict=True)
         ]
+        self._stream = torch.cuda.current_stream(device) if is_cuda else None
         self._next = 0
         # [the turn of the step on the device, programs of a fetch that have arrived] int32
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
@@ -63,20 +63,9 @@ class Handover:
         self.turns[self._next].wait()
         return self._next
 
-    def fetch(self, size: int, *, ids_at: int, prev_rows_at: int, num_ids: int) -> None:
-        """Launch the copy of the first words of the next turn into `packed`, with its tokens.
-
-        Args:
-            size: words to copy.
-            ids_at, num_ids: where ids of tokens stand among them.
-            prev_rows_at: of each id the row of the step before whose token stands here; -1: none.
-        """
-        fetch(
-            *(self._hosts, self._state, self.tokens, self.packed[:size]),
-            ids_at=ids_at,
-            prev_rows_at=prev_rows_at,
-            num_ids=num_ids,
-        )
+    def fetch(self, size: int, places: Places) -> None:
+        """Launch the copy of the first words of the next turn into `packed`, completed."""
+        fetch(self._hosts, self._state, self.tokens, self.packed[:size], places)
 
     def post(self, count: int) -> None:
         """Launch the copy of so many tokens to the turn that was fetched last."""
@@ -86,10 +75,20 @@ class Handover:
         """The step is launched, and its turn is over when that is."""
         turn = self.turns[self._next]
         if turn.end is not None:
-            turn.end.record()
+            turn.end.record(self._current_stream())
         turn.is_flying = True
         self._next = (self._next + 1) % NUM_TURNS
         return turn
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """The one kept, if it still is: torch makes a new object for each who asks, which takes
+        longer than to record an event.
+        """
+        stream = self._stream
+        assert stream is not None
+        if torch._C._cuda_getCurrentRawStream(stream.device_index) != stream.cuda_stream:
+            stream = self._stream = torch.cuda.current_stream(stream.device)
+        return stream
 
     @torch.inference_mode()
     def restart(self) -> None:

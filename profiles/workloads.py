@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from ..kda.buckets import Shape, exact_shape
@@ -232,7 +231,7 @@ class SimulatedRunner(StandIn):
         self._steps = steps
         self._now = self._free = 0.0
         self._ends: list[float] = []
-        self._no_turn = Turn(torch.empty(0), np.empty(0), None)
+        self._no_turn = Turn(torch.empty(0), memoryview(b""), None)
 
     def now(self) -> float:
         return self._now

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..handover import Places
+
 FETCH_BLOCK = 1024  # words of a program
 POST_BLOCK = 256  # tokens of a program
 
@@ -17,17 +19,14 @@ def fetch(
     state: Tensor,
     tokens: Tensor,
     packed: Tensor,
+    places: Places,
     *,
-    ids_at: int,
-    prev_rows_at: int,
-    num_ids: int,
     block: int = FETCH_BLOCK,
 ) -> None:
     """`ops.handover.fetch`."""
     size = packed.shape[0]
     _fetch_kernel[(triton.cdiv(size, block),)](
-        *(hosts, state, tokens, packed, hosts.stride(0), size, ids_at, prev_rows_at, num_ids),
-        BLOCK=block,
+        *(hosts, state, tokens, packed, hosts.stride(0), size, *places), BLOCK=block
     )
 
 
@@ -50,6 +49,12 @@ def _fetch_kernel(
     ids_at,
     prev_rows_at,
     num_ids,
+    slots_at,
+    seq_lens_at,
+    table_at,
+    num_rows,
+    width,
+    block_size,
     BLOCK: tl.constexpr,
 ):
     turn = 1 - tl.load(state)
@@ -60,7 +65,14 @@ def _fetch_kernel(
     prev_rows = tl.load(host + (at - ids_at + prev_rows_at), mask=is_id, other=-1)
     is_taken = prev_rows >= 0
     taken = tl.load(tokens + prev_rows, mask=is_taken, other=0)
-    tl.store(packed + at, tl.where(is_taken, taken.to(tl.int32), words), mask=at < size)
+    words = tl.where(is_taken, taken.to(tl.int32), words)
+    row = at - slots_at
+    is_slot = (row >= 0) & (row < num_rows)
+    last = tl.load(host + seq_lens_at + row, mask=is_slot, other=0) - 1
+    is_real = is_slot & (last >= 0)
+    block = tl.load(host + table_at + row * width + last // block_size, mask=is_real, other=0)
+    slot = tl.where(is_real, block * block_size + last % block_size, -1)
+    tl.store(packed + at, tl.where(is_slot, slot, words), mask=at < size)
     # the last program to arrive passes the turn on, when each thread of each has read it
     tl.debug_barrier()
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
