@@ -49,7 +49,7 @@ class Handover:
         self._hosts = torch.zeros(NUM_TURNS, num_words, dtype=torch.int32, pin_memory=is_cuda)
         self._posted = torch.zeros(NUM_TURNS, num_tokens, dtype=torch.int64, pin_memory=is_cuda)
         self.turns = [
-            Turn(words, memoryview(tokens.numpy()), torch.cuda.Event() if is_cuda else None)
+            Turn(words, tokens.numpy().data, torch.cuda.Event() if is_cuda else None)
             for words, tokens in zip(self._hosts, self._posted, strict=True)
         ]
         self._stream = torch.cuda.current_stream(device) if is_cuda else None

@@ -149,8 +149,8 @@ class StepBuffers:
         host.shape = None  # until this fill is complete
         if not stays:
             host.columns = NO_COLUMNS
-            for array, padding in paddings:
-                array.fill(padding)
+            for values, padding in paddings:
+                values.fill(padding)
         if not num_decode:
             host.write_blocks(0, D, ())
         elif self.row_tokens == 1:
@@ -403,7 +403,7 @@ class _Host:
     columns: Any = NO_COLUMNS  # its decode rows
 
     def __post_init__(self) -> None:
-        self.seq_lens = memoryview(self.arrays["seq_lens"])
+        self.seq_lens = self.arrays["seq_lens"].data
         self.tables = [()] * len(self.arrays["block_table"])
 
     def write_blocks(

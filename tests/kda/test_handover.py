@@ -8,12 +8,13 @@ from torch_kda.kda.config import EngineConfig
 from torch_kda.kda.handover import Handover
 from torch_kda.kda.model import KDAForCausalLM
 from torch_kda.kda.runner import ModelRunner
+from torch_kda.ops.handover import Places
 from torch_kda.tests.checks import assert_same
 from torch_kda.tests.kda.steps import fill_pools, pool_tensors, random_step, small_model
 from torch_kda.tests.kda.test_graphs import FakeRecorder
 
 NUM_WORDS, NUM_TOKENS = 40, 6
-PLACES = {"ids_at": 8, "prev_rows_at": 16, "num_ids": 8}
+PLACES = Places(8, 16, 8, 24, 28, 32, num_rows=2, width=2, block_size=16)
 
 
 def step(handover: Handover, number: int, *, is_posted: bool = True) -> None:
@@ -21,7 +22,7 @@ def step(handover: Handover, number: int, *, is_posted: bool = True) -> None:
     turn = handover.turns[handover.begin()]
     turn.words.fill_(number)
     turn.words[16:24] = -1
-    handover.fetch(NUM_WORDS, **PLACES)
+    handover.fetch(NUM_WORDS, PLACES)
     handover.tokens.fill_(100 * number)
     if is_posted:
         handover.post(NUM_TOKENS)

@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("the tests on CUDA compile them for the device", allow_module_level=True)
 
+from torch_kda.ops.handover import Places  # noqa: E402
 from torch_kda.ops.triton import (  # noqa: E402
     activations,
     conv,
@@ -128,8 +129,8 @@ def run_moe_route(M: int, dtype: torch.dtype) -> None:
 
 def run_handover() -> None:
     state, tokens, posted = int32(2), torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8)
-    places = {"ids_at": 256, "prev_rows_at": 512, "num_ids": 64}
-    handover.fetch(int32(2, 4096), state, tokens, int32(4000), **places)
+    places = Places(256, 512, 64, 768, 832, 1024, num_rows=64, width=30, block_size=64)
+    handover.fetch(int32(2, 4096), state, tokens, int32(4000), places)
     handover.post(tokens, state, posted.long())
 
 

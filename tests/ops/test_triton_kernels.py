@@ -298,25 +298,34 @@ def test_activations(triton: Kernels, device: str, dtype: torch.dtype, shape, na
     check(kernels.sigmoid_mul, reference.sigmoid_mul_ref, {"x": x, "gate": gate}, block=32)
 
 
-@pytest.mark.parametrize(
-    ("size", "ids_at", "prev_rows_at", "num_ids"),
-    [(100, 32, 64, 9), (7, 0, 3, 3), (64, 10, 40, 24), (33, 5, 20, 0)],
-)
-def test_fetch(triton: Kernels, device: str, size: int, ids_at: int, prev_rows_at: int, num_ids):
+PLACES = {
+    "apart": handover.Places(32, 64, 9, 80, 90, 100, num_rows=5, width=5, block_size=16),
+    "small": handover.Places(0, 3, 3, 6, 8, 10, num_rows=2, width=2, block_size=7),
+    "many": handover.Places(0, 16, 16, 32, 36, 41, num_rows=4, width=20, block_size=64),
+    "none": handover.Places(5, 20, 0, 30, 31, 40, num_rows=0, width=3, block_size=16),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_fetch(triton: Kernels, device: str, name: str):
     """The turns alternate whatever the number of programs, and nothing past the size is written."""
-    pinned = {"pin_memory": device == "cuda"}
-    hosts = torch.randint(1 << 20, (2, 128), dtype=torch.int32, **pinned)
-    rows = torch.randint(-3, 5, (2, num_ids), dtype=torch.int32).clamp(min=-1)
-    hosts[:, prev_rows_at : prev_rows_at + num_ids] = rows
+    places = PLACES[name]
+    hosts = torch.randint(1 << 20, (2, 150), dtype=torch.int32, pin_memory=device == "cuda")
+    rows = torch.randint(-3, 5, (2, places.num_ids), dtype=torch.int32).clamp(min=-1)
+    hosts[:, places.prev_rows : places.prev_rows + places.num_ids] = rows
+    longest = places.width * places.block_size
+    lengths = torch.randint(longest + 1, (2, places.num_rows), dtype=torch.int32)
+    lengths[0, :1], lengths[1, -1:] = 0, longest
+    hosts[:, places.seq_lens : places.seq_lens + places.num_rows] = lengths
     tokens = torch.randint(1 << 20, (5,), dtype=torch.int64)
-    places = {"ids_at": ids_at, "prev_rows_at": prev_rows_at, "num_ids": num_ids}
+    size = places.table + places.num_rows * places.width
     state, known = (torch.tensor([1, 0], dtype=torch.int32) for _ in range(2))
     state, on_device = state.to(device), tokens.to(device)
     for _ in range(5):
-        packed = torch.full((128,), -5, dtype=torch.int32, device=device)
-        triton["handover"].fetch(hosts, state, on_device, packed[:size], **places, block=16)
-        expected = torch.full((128,), -5, dtype=torch.int32)
-        handover.fetch(hosts, known, tokens, expected[:size], **places)
+        packed = torch.full((150,), -5, dtype=torch.int32, device=device)
+        triton["handover"].fetch(hosts, state, on_device, packed[:size], places, block=16)
+        expected = torch.full((150,), -5, dtype=torch.int32)
+        handover.fetch(hosts, known, tokens, expected[:size], places)
         assert_same("packed", packed.cpu(), expected)
         assert_same("state", state.cpu(), known)
 
