@@ -319,17 +319,12 @@ class Bench:
         """Steps of decode rows alone."""
         floors = Floors.of(self.runner)
         eager: dict[str, float | None] = {}
-        hosts: dict[str, dict[str, float | None]] = {}
+        hosts: dict[str, dict[str, Any]] = {}
         for batch in self.sizes.batches:
             timed = TimedRunner(self.runner)
             engine = self.decoding(timed, batch)
-            with on_quietest_core() as core:
-                step, host = self.decode_us(engine, timed)
-            hosts[str(batch)] = {
-                "core": core,
-                "p10_us": _short(host.p10_us),
-                "p90_us": _short(host.p90_us),
-            }
+            step, host, detail = self.decode_us(engine, timed)
+            hosts[str(batch)] = detail
             with self.runner.eager(), counting_experts() as experts:
                 engine.step()
                 engine.step()
@@ -369,17 +364,31 @@ class Bench:
 
     def decode_us(
         self, engine: Engine, timed: TimedRunner, steps: int | None = None
-    ) -> tuple[Timing, Timing]:
-        """Of a step, and of the host's work for it, without its wait for the device."""
+    ) -> tuple[Timing, Timing, dict[str, Any]]:
+        """Of a step, and of the host's work for it, without its wait for the device.
+
+        The host's is of steps on an undisturbed core, as many as wanted; the last says what others
+        took, of which there are twice as many at most. If there are nothing but others, of them.
+        """
         for _ in range(3):
             engine.step()
-        hosts, first = [], len(timed.steps)
-        for _ in range(steps or self.sizes.decode_steps):
-            start = time.perf_counter()
-            engine.step()
-            hosts.append(time.perf_counter() - start - timed.steps[-1].wait)
+        wanted = steps or self.sizes.decode_steps
+        hosts, quiet, first = [], [], len(timed.steps)
+        with on_quietest_core() as core:
+            while len(quiet) < wanted and len(hosts) < 3 * wanted:
+                start = time.perf_counter()
+                engine.step()
+                hosts.append(1e6 * (time.perf_counter() - start - timed.steps[-1].wait))
+                if not core.is_disturbed():
+                    quiet.append(hosts[-1])
+        detail = {
+            "core": core.number,
+            "steps": len(hosts),
+            "undisturbed": len(quiet),
+            "all_us": _short(statistics.median(hosts)),
+        }
         seconds = [step.seconds for step in timed.steps[first:]]
-        return summarise([1e6 * s for s in seconds]), summarise([1e6 * s for s in hosts])
+        return summarise([1e6 * s for s in seconds]), summarise(quiet or hosts), detail
 
     def greedy(self) -> None:
         """Greedy tokens as the engine runs, against the same engine run eagerly."""

@@ -17,7 +17,8 @@ L2_SHARE = 4  # inputs of one variant fill the L2 cache this many times, so none
 MIN_SETS = 2
 MAX_SETS = 64
 WARM_UP = 2
-CORE_LOOPS = 40  # fixed loops, of 0.1 ms where nothing disturbs them, by which a core is judged
+CORE_LOOPS = 100  # fixed loops, of 70 us where nothing disturbs them, by which a core is chosen
+DISTURBED = 1.25  # times as long: two threads on one core take 1.7 to 2 times as long each
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,36 +129,50 @@ def time_host(call: Call, *, rounds: int = 200) -> float:
     return best * 1e6
 
 
-@contextmanager
-def on_quietest_core() -> Iterator[int | None]:
-    """This thread on the core where a fixed loop takes least now; its number, None if it can't.
+@dataclass(frozen=True, slots=True)
+class Core:
+    """Where a thread is timed, and what a fixed loop takes where nothing disturbs it."""
 
-    The cores of a lent machine do other people's work beside ours, unseen, and a core that does
-    takes two or three times as long for the same step.
+    number: int | None  # None: wherever the system lets it run
+    loop_seconds: float
+
+    def is_disturbed(self) -> bool:
+        """Whether the loop takes longer now: somebody else works on the same core."""
+        return _loop_seconds() > DISTURBED * self.loop_seconds
+
+
+@contextmanager
+def on_quietest_core() -> Iterator[Core]:
+    """This thread on the core where a fixed loop takes least now.
+
+    The cores of a lent machine do other people's work beside ours, unseen. On one that does, a
+    step takes the host four times as long, though it is never interrupted.
     """
     if not hasattr(os, "sched_setaffinity"):
-        yield None
+        yield Core(None, min(_loop_seconds() for _ in range(CORE_LOOPS)))
         return
     allowed = os.sched_getaffinity(0)
     try:
-        seconds = {core: _loop_seconds(core) for core in sorted(allowed)}
-        core = min(seconds, key=lambda core: seconds[core])
+        seconds = {core: _seconds_on(core) for core in sorted(allowed)}
+        # a long one of some loops: the median would miss who comes and goes
+        core = min(seconds, key=lambda core: seconds[core][int(0.9 * CORE_LOOPS)])
         os.sched_setaffinity(0, {core})
-        yield core
+        yield Core(core, min(times[0] for times in seconds.values()))
     finally:
         os.sched_setaffinity(0, allowed)
 
 
-def _loop_seconds(core: int) -> float:
-    """A long one of some loops on that core: the median would miss who comes and goes."""
+def _seconds_on(core: int) -> list[float]:
+    """Of some loops there, ascending."""
     os.sched_setaffinity(0, {core})
-    times = []
-    for _ in range(CORE_LOOPS):
-        started = time.perf_counter()
-        for value in range(2500):
-            hash((value, value))
-        times.append(time.perf_counter() - started)
-    return statistics.quantiles(times, n=10, method="inclusive")[-1]
+    return sorted(_loop_seconds() for _ in range(CORE_LOOPS))
+
+
+def _loop_seconds() -> float:
+    started = time.perf_counter()
+    for value in range(1000):
+        hash((value, value))
+    return time.perf_counter() - started
 
 
 def copy_bytes_per_second(device: torch.device) -> float:
