@@ -119,5 +119,5 @@ def test_a_core_is_disturbed_or_not(monkeypatch: pytest.MonkeyPatch, can_choose:
             not hasattr(os, "sched_setaffinity")
         )
         for ratio in (1.0, 1.2, 1.3, 4.0):
-            monkeypatch.setattr(timing, "_loop_seconds", lambda: ratio * core.loop_seconds)
+            monkeypatch.setattr(timing, "_loop_seconds", lambda r=ratio: r * core.loop_seconds)
             assert core.is_disturbed() == (ratio > 1.25)
