@@ -329,7 +329,9 @@ def test_padding_wakes_no_expert(monkeypatch: pytest.MonkeyPatch, D: int, T: int
     batch = ScheduledBatch.of(0, tuple(r for r in rows if (D if r.is_decode else T)))
     chosen = []
     call = layers.moe
-    monkeypatch.setattr(layers, "moe", lambda *a: chosen.append((a[3] >= 0).all(-1)) or call(*a))
+    monkeypatch.setattr(
+        layers, "moe", lambda *a, **kw: chosen.append((a[3] >= 0).all(-1)) or call(*a, **kw)
+    )
     inputs = driver.load(batch, D, T)
     run(driver.model, inputs, driver.pools)
     expected = ([True, True] + [False] * 4 if D else []) + ([True] * 47 + [False] * 49 if T else [])
