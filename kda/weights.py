@@ -143,7 +143,7 @@ def _kda_places(mixer: Any) -> dict[str, Tensor]:
     qkv, f_a, gate, beta = rows.split(mixer.sections)
     places: dict[str, Tensor] = {
         "f_a_proj.weight": f_a,
-        "f_b_proj.weight": mixer.f_b.weight,
+        "f_b_proj.weight": mixer.gates_b[0],
         "b_proj.weight": beta,
         "A_log": mixer.A_log,
         "dt_bias": mixer.dt_bias.view(-1),
@@ -155,9 +155,9 @@ def _kda_places(mixer: Any) -> dict[str, Tensor]:
     ):
         places[f"{letter}_proj.weight"] = projection
         places[f"{letter}_conv1d.weight"] = conv.unsqueeze(1)
-    if mixer.g_b is None:
+    if len(mixer.gates_b) == 1:
         return places | {"g_proj.weight": gate}
-    return places | {"g_a_proj.weight": gate, "g_b_proj.weight": mixer.g_b.weight}
+    return places | {"g_a_proj.weight": gate, "g_b_proj.weight": mixer.gates_b[1]}
 
 
 def _attention_places(mixer: Any) -> dict[str, Tensor]:

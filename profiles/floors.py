@@ -37,7 +37,7 @@ class Floors:
         dense = [weight for weight in model.parameters() if id(weight) not in skipped]
         head = model.lm_head.weight.numel()
         biases = {id(w) for name, w in model.named_parameters() if name.endswith("dt_bias")}
-        matrices = sum(w.numel() for w in dense if w.ndim == 2 and id(w) not in biases)
+        matrices = sum(w.numel() for w in dense if w.ndim > 1 and id(w) not in biases)
         one = moes[0] if moes else None
         return cls(
             config=model.config,

@@ -97,10 +97,10 @@ def _kda(mixer: Any) -> dict[str, Tensor]:
         "forget_gate.dt_bias": mixer.dt_bias,
         "forget_gate.A_log": mixer.A_log,
         "forget_gate.f_a_proj.weight": f_a,
-        "forget_gate.f_b_proj.weight": mixer.f_b.weight,
+        "forget_gate.f_b_proj.weight": mixer.gates_b[0],
         "b_proj.weight": beta,
         "g_a_proj.weight": g_a,
-        "g_b_proj.weight": mixer.g_b.weight,
+        "g_b_proj.weight": mixer.gates_b[1],
         "o_norm.weight": mixer.o_norm,
         "o_proj.weight": mixer.o_proj.weight,
     }

@@ -95,7 +95,7 @@ def test_presets_run(name: str) -> None:
     for i in range(20, 30):
         logits = driver.run(row(ids[i : i + 1], i, src=1, dst=1, blocks=blocks, decode=True))
         assert (logits[0] - whole[i]).abs().max() < 2e-5
-    assert config.use_full_rank_gate == (driver.model.blocks[0].mixer.g_b is None)
+    assert config.use_full_rank_gate == (len(driver.model.blocks[0].mixer.gates_b) == 1)
 
 
 def test_preset_sizes() -> None:
