@@ -274,7 +274,8 @@ class StepBuffers:
     ) -> None:
         """Rows of 1 + K tokens, of which the last ones may be missing."""
         n, M = len(rows), self.row_tokens
-        table = host.write_blocks(0, D, [row.block_table for row in rows])
+        host.write_blocks(0, D, [row.block_table for row in rows])
+        table = arrays["block_table"][:n]
         starts = np.array([row.start for row in rows])
         arrays["decode_src_slots"][:n] = [row.src_slot for row in rows]
         arrays["seq_lens"][:n] = starts + M
@@ -302,7 +303,8 @@ class StepBuffers:
     ) -> None:
         first = begin = D * self.row_tokens
         n, N = len(rows), len(arrays["initial_slots"])
-        table = host.write_blocks(D, D + N, [row.block_table for row in rows])
+        host.write_blocks(D, D + N, [row.block_table for row in rows])
+        table = arrays["block_table"][D : D + n]
         exports: list[tuple[int, int]] = []
         ends, indptr = [0], [0]
         last = np.empty(n, np.int32)
@@ -406,17 +408,15 @@ class _Host:
         self.seq_lens = self.arrays["seq_lens"].data
         self.tables = [()] * len(self.arrays["block_table"])
 
-    def write_blocks(
-        self, first: int, end: int, block_tables: Sequence[Sequence[int]]
-    ) -> np.ndarray:
-        """Write the rows from `first` on and clear the rest of [first, end); returns the former.
+    def write_blocks(self, first: int, end: int, block_tables: Sequence[Sequence[int]]) -> None:
+        """Write the rows from `first` on and clear the rest of [first, end).
 
         A row is as long as the longest request, so only what a fill before left is cleared, and a
         table that stands there already is left alone: what it shows never changes. Tables that are
         arrays of ints are copied as memory, lists element by element.
         """
-        table, count = self.arrays["block_table"], len(block_tables)
-        wanted = [*block_tables, *[()] * (end - first - count)]
+        table = self.arrays["block_table"]
+        wanted = [*block_tables, *[()] * (end - first - len(block_tables))]
         changed = map(is_not, wanted, self.tables[first:end])
         for i in compress(range(first, end), changed):
             blocks, known = wanted[i - first], self.tables[i]
@@ -426,7 +426,6 @@ class _Host:
             if size < len(known):
                 table[i, size : len(known)] = 0
             self.tables[i] = blocks
-        return table[first : first + count]
 
 
 def _dtype(name: str) -> torch.dtype:
