@@ -84,7 +84,7 @@ class Holdings:
         if fresh is None:
             return None
         running = live.slots[0]
-        live.slots[0] = fresh
+        live.slots = (fresh, *live.slots[1:])
         self._keep(live, running, position, kind)
         self.cache.pin(running)
         return running
@@ -93,7 +93,7 @@ class Holdings:
         """Keeps a verified state that lies in a scratch slot, if a fresh one can take its place."""
         fresh = self.cache.allocate_slot(Kind.DECODE)
         if fresh is not None:
-            live.slots[live.slots.index(slot)] = fresh
+            live.slots = tuple([fresh if own == slot else own for own in live.slots])
             self._keep(live, slot, position, Kind.DECODE)
 
     def _keep(self, live: LiveRequest, slot: int, position: int, kind: Kind) -> None:
@@ -182,7 +182,7 @@ class Holdings:
         self.cache.release(live.node)
         live.node = None
         live.table = BlockTable()
-        live.slots, live.kept, live.decode_states = [], [], []
+        live.slots, live.kept, live.decode_states = (), [], []
         live.grid_state = None
         live.plan, live.drafts = {}, ()
         live.is_discarded = False
@@ -190,13 +190,14 @@ class Holdings:
     def _keep_last(self, live: LiveRequest) -> None:
         if live.grid_state is not None:
             position, slot = live.grid_state
-            live.slots.remove(slot)
+            live.slots = tuple([own for own in live.slots if own != slot])
             self._keep(live, slot, position, Kind.DECODE)
         position = live.request.num_computed_tokens
         if position and position % self.cache.unit == 0 and position <= live.num_proven:
             key = self.key_at(live, position)
             if key is not None and not self.cache.has_state(key):
-                self._keep(live, live.slots.pop(0), position, Kind.DECODE)
+                self._keep(live, live.slots[0], position, Kind.DECODE)
+                live.slots = live.slots[1:]
 
     def retire(self, flight: Flight) -> None:
         """The step no longer reads anything, and nobody has to wait for it."""

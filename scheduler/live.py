@@ -70,7 +70,7 @@ class LiveRequest:
 
     node: Node | None = None  # deepest cached unit of its KV; the path down to it is pinned
     table: BlockTable = field(default_factory=BlockTable)
-    slots: list[int] = field(default_factory=list)  # the running state first, then scratch
+    slots: tuple[int, ...] = ()  # the running state first, then scratch
     grid_state: tuple[int, int] | None = None  # verified state in a scratch slot: position, slot
     kept: list[KeptState] = field(default_factory=list)
     decode_states: list[tuple[Node, int]] = field(default_factory=list)  # node, slot; oldest first

@@ -102,7 +102,7 @@ class Pass:
     # rows of running requests
 
     def _plan_decode(self, live: LiveRequest) -> None:
-        request, block_size, slots = live.request, self.block_size, live.slots
+        request, block_size = live.request, self.block_size
         start = live.scheduled_end
         end = start + 1
         if end >= live.limit:
@@ -117,7 +117,7 @@ class Pass:
             return  # how many drafts are accepted is not known yet
         else:
             token_ids, prev_row = (0,), live.last_row
-        src = slots[0]
+        src = live.slots[0]
         # the table covers what was there before, and a unit begins where a block does
         if start % block_size == 0 or end - start > 1:
             missing = -(-end // block_size) - len(live.table)
@@ -141,7 +141,7 @@ class Pass:
                 token_ids,
                 prev_row,
                 src,
-                (slots[0],) if len(slots) == 1 else tuple(slots[: len(token_ids)]),
+                live.slots[: len(token_ids)],
                 live.table.ids,
                 request.sampling,
                 start + 1 - request.num_prompt_tokens,
@@ -359,7 +359,7 @@ class Pass:
         for _ in range(self.limits.row_tokens):
             slot = self.cache.allocate_slot()
             assert slot is not None, "there was room for it"
-            live.slots.append(slot)
+            live.slots += (slot,)
         missing = -(-end // self.cache.block_size) - len(match.blocks)
         blocks = self.cache.allocate_blocks(max(missing, 0))
         assert blocks is not None, "there was room for them"

@@ -310,8 +310,8 @@ class Scheduler:
     ) -> None:
         """The last verified state becomes the running one; an earlier one may be worth keeping."""
         unit = self.cache.unit
-        live.slots.remove(slots[num_tokens - 1])
-        live.slots.insert(0, slots[num_tokens - 1])
+        running = slots[num_tokens - 1]
+        live.slots = (running, *[slot for slot in live.slots if slot != running])
         live.scheduled_end = start + num_tokens
         position = (live.scheduled_end - 1) // unit * unit
         if position > start and self.limits.num_decode_states:

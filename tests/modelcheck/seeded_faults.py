@@ -568,8 +568,8 @@ ROWS = (
     Fault(
         "state of another draft becomes the running one",
         SCHEDULER + "_choose_slot",
-        "live.slots.remove(slots[num_tokens - 1])\n    live.slots.insert(0, slots[num_tokens - 1])",
-        "live.slots.remove(slots[-1])\n    live.slots.insert(0, slots[-1])",
+        "running = slots[num_tokens - 1]",
+        "running = slots[-1]",
         scope="one draft",
     ),
     Fault(
