@@ -400,29 +400,31 @@ class _Host:
 
     arrays: dict[str, np.ndarray]  # at full capacity
     seq_lens: memoryview = field(init=False)  # of the arrays
+    blocks: memoryview = field(init=False)  # of the arrays: the block table, row after row
     tables: list[Sequence[int]] = field(init=False)  # what stands in each row of the block table
     shape: tuple[int, int, int] | None = None  # D, T and decode rows of what stands in the others
     columns: Any = NO_COLUMNS  # its decode rows
 
     def __post_init__(self) -> None:
         self.seq_lens = self.arrays["seq_lens"].data
+        self.blocks = self.arrays["block_table"].reshape(-1).data
         self.tables = [()] * len(self.arrays["block_table"])
 
     def write_blocks(self, first: int, end: int, block_tables: Sequence[Sequence[int]]) -> None:
         """Write the rows from `first` on and clear the rest of [first, end).
 
         A row is as long as the longest request, so only what a fill before left is cleared, and a
-        table that stands there already is left alone: what it shows never changes. Tables that are
-        arrays of ints are copied as memory, lists element by element.
+        table that stands there already is left alone: what it shows never changes.
         """
         table = self.arrays["block_table"]
+        width = table.shape[1]
         wanted = [*block_tables, *[()] * (end - first - len(block_tables))]
         changed = map(is_not, wanted, self.tables[first:end])
         for i in compress(range(first, end), changed):
             blocks, known = wanted[i - first], self.tables[i]
             size = len(blocks)
             if size > 0:
-                table[i, :size] = blocks
+                self.blocks[i * width : i * width + size] = blocks
             if size < len(known):
                 table[i, size : len(known)] = 0
             self.tables[i] = blocks

@@ -1,5 +1,6 @@
 """What requests hold of the two pools, and how it passes to the cache or back."""
 
+from array import array
 from collections import deque
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ from ..cache.hashing import extend_keys
 from ..cache.policy import Kind
 from ..cache.prefix_cache import PrefixCache
 from ..cache.state_pool import SlotStatus
-from .live import BlockTable, Flight, KeptState, LiveRequest
+from .live import Flight, KeptState, LiveRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class Holdings:
         freed: list[int] = []
         while node.depth < units:
             first = node.depth * width
-            own = tuple(live.table.ids[first : first + width].tolist())
+            own = tuple(live.table[first : first + width])
             node = cache.extend(node, live.keys[node.depth], own)
             if node.blocks is not own:
                 # another request was first: from now on both use its blocks
@@ -146,7 +147,9 @@ class Holdings:
         live.node = node
         if not replaced:
             return
-        live.table.replace(replaced)
+        live.table = live.table[:]
+        for first, blocks in replaced.items():
+            live.table[first : first + width] = array("i", blocks)
         if live.num_in_flight:
             # the newest flight is the last that can read them
             self.flights[-1].freed_blocks += freed
@@ -177,11 +180,11 @@ class Holdings:
             self.publish(live, live.last_step)
         for slot in (*live.slots, *(kept.slot for kept in live.kept)):
             self.cache.state_pool.release(slot)
-        own = live.table.ids[live.node.depth * self.cache.blocks_per_unit :]
-        self.cache.block_pool.release(own.tolist())
+        own = live.table[live.node.depth * self.cache.blocks_per_unit :]
+        self.cache.block_pool.release(own)
         self.cache.release(live.node)
         live.node = None
-        live.table = BlockTable()
+        live.table = array("i")
         live.slots, live.kept, live.decode_states = (), [], []
         live.grid_state = None
         live.plan, live.drafts = {}, ()

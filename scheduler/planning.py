@@ -1,5 +1,6 @@
 """One pass over the requests: who gets tokens, blocks and slots in the next step."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from .batch import ScheduledBatch, ScheduledRow
 from .chunking import plan_chunk
 from .holdings import Holdings
 from .limits import Limits
-from .live import BlockTable, Flight, KeptState, LiveRequest, SchedulerCounters
+from .live import Flight, KeptState, LiveRequest, SchedulerCounters
 from .queues import Queues, order_of
 from .request import RequestStatus
 
@@ -142,7 +143,7 @@ class Pass:
                 prev_row,
                 src,
                 live.slots[: len(token_ids)],
-                live.table.ids,
+                live.table,
                 request.sampling,
                 start + 1 - request.num_prompt_tokens,
             )
@@ -156,7 +157,7 @@ class Pass:
         end = self._chunk_end(live.prefill_end, start, live.plan)
         if end == start:
             return
-        missing = -(-end // self.cache.block_size) - len(live.table.ids)
+        missing = -(-end // self.cache.block_size) - len(live.table)
         if missing > 0 and not self._take_blocks(live, missing):
             return
         src = live.slots[0]
@@ -226,7 +227,8 @@ class Pass:
                 break
         if blocks is None:
             return False
-        live.table.extend(blocks)
+        # not in place: rows in flight show the one before
+        live.table = live.table + array("i", blocks)
         return True
 
     def _is_starved(self, live: LiveRequest) -> bool:
@@ -363,8 +365,7 @@ class Pass:
         missing = -(-end // self.cache.block_size) - len(match.blocks)
         blocks = self.cache.allocate_blocks(max(missing, 0))
         assert blocks is not None, "there was room for them"
-        live.table = BlockTable(match.blocks)
-        live.table.extend(blocks)
+        live.table = array("i", (*match.blocks, *blocks))
         self.queues.start(live)
 
     # the batch
@@ -444,7 +445,7 @@ class Pass:
             src_slot=draft.src_slot,
             dst_slots=(live.slots[0],),
             exports=tuple((kept.position, kept.slot) for kept in draft.exports),
-            block_table=live.table.ids,
+            block_table=live.table,
             kv_start=min(max(live.kv_cached, start), end),
             samples=end == live.prefill_end,
             sampling=live.request.sampling,

@@ -324,7 +324,7 @@ EXITS = (
     Fault(
         "own blocks leak",
         HOLDINGS + "release",
-        "self.cache.block_pool.release(own.tolist())",
+        "self.cache.block_pool.release(own)",
         "pass",
     ),
     Fault(
@@ -350,7 +350,7 @@ EXITS = (
     Fault(
         "the table keeps blocks that another was first with",
         HOLDINGS + "_publish_kv",
-        "live.table.replace(replaced)",
+        'live.table[first : first + width] = array("i", blocks)',
         "pass",
         scope="equal prompts",
     ),
