@@ -67,7 +67,7 @@ class Flight:
 
     batch: ScheduledBatch
     requests: list[LiveRequest]  # of the rows
-    exports: list[Sequence[KeptState]]  # of the rows
+    exports: tuple[Sequence[KeptState], ...]  # of the rows
     pinned_slots: list[int]  # kept states that it reads
     freed_blocks: list[int] = field(default_factory=list)  # that it may still read
     has_failed: bool = False

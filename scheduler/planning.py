@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..cache.policy import Kind, replay_boundary
 from ..cache.prefix_cache import Match
@@ -78,8 +78,10 @@ class Pass:
     def plan(self) -> Flight:
         """The step, not yet in flight; it may have no rows."""
         running, waiting = self.queues.running, self.queues.waiting
-        num_decoding = sum([live.scheduled_end >= live.prefill_end for live in running])
-        self.budget -= num_decoding * self.limits.row_tokens
+        row_tokens = self.limits.row_tokens
+        for live in running:
+            if live.scheduled_end >= live.prefill_end:
+                self.budget -= row_tokens
         for live in list(running):
             while (
                 self.admits
@@ -96,8 +98,9 @@ class Pass:
         while True:
             while self.admits and self.next_waiting < len(waiting):
                 self._try_admit(waiting[self.next_waiting])
-            self._assign_exports()
-            if not self._look_again():
+            if self.prefills:
+                self._assign_exports()
+            if not self.passed_over or not self._look_again():
                 return self._make_flight()
 
     # rows of running requests
@@ -390,47 +393,43 @@ class Pass:
             row.exports.append(KeptState(position, slot, kind, self.step))
 
     def _make_flight(self) -> Flight:
-        lives, num_decode = self.decode_lives, len(self.decode_lives)
-        exports: list[Sequence[KeptState]] = [()] * num_decode
-        rows = []
-        for draft in self.prefills:
-            draft.exports.sort(key=lambda kept: kept.position)
-            draft.live.last_row = len(lives)
-            rows.append(self._prefill_row(draft))
-            lives.append(draft.live)
-            exports.append(draft.exports)
-        batch = ScheduledBatch(self.step, self._columns(rows), num_decode)
-        return Flight(batch, lives, exports, self.pinned_slots)
-
-    def _columns(self, prefill_rows: Sequence[ScheduledRow]) -> Any:
-        """Each field of all rows, the decode rows first."""
-        n = len(self.decode_rows)
+        """The decode rows come first."""
+        lives, n = self.decode_lives, len(self.decode_lives)
         names, starts, ends, token_ids, prev_rows, sources, slots, tables, sampling, indices = (
             zip(*self.decode_rows, strict=True) if n else [()] * 10
         )
         always, none = (True,) * n, ((),) * n
-        of_columns: Any = ScheduledRow
-        columns = of_columns(
-            request_id=names,
-            is_decode=always,
-            start=starts,
-            end=ends,
-            token_ids=token_ids,
-            prev_row=prev_rows,
-            src_slot=sources,
-            dst_slots=slots,
-            exports=none,
-            block_table=tables,
-            kv_start=starts,
-            samples=always,
-            sampling=sampling,
-            sample_index=indices,
-            next_token_ids=none,
+        # as ScheduledRow has them
+        columns = (
+            names,
+            always,
+            starts,
+            ends,
+            token_ids,
+            prev_rows,
+            sources,
+            slots,
+            none,
+            tables,
+            starts,
+            always,
+            sampling,
+            indices,
+            none,
         )
-        if prefill_rows:
-            parts = zip(columns, zip(*prefill_rows, strict=True), strict=True)
-            columns = ScheduledRow._make([decode + prefill for decode, prefill in parts])
-        return columns
+        exports: tuple[Sequence[KeptState], ...] = none
+        if self.prefills:
+            rows = []
+            for draft in self.prefills:
+                draft.exports.sort(key=lambda kept: kept.position)
+                draft.live.last_row = len(lives)
+                rows.append(self._prefill_row(draft))
+                lives.append(draft.live)
+                exports += (draft.exports,)
+            parts = zip(columns, zip(*rows, strict=True), strict=True)
+            columns = [decode + prefill for decode, prefill in parts]
+        batch = ScheduledBatch(self.step, ScheduledRow._make(columns), n)
+        return Flight(batch, lives, exports, self.pinned_slots)
 
     def _prefill_row(self, draft: _PrefillRow) -> ScheduledRow:
         live, start, end = draft.live, draft.start, draft.end
