@@ -1,10 +1,7 @@
 """One step in tensors: what the model reads beside weights and pools."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import is_not
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -267,7 +264,10 @@ class StepBuffers:
             arrays["prev_rows"][:n] = columns.prev_row
         if known is NO_COLUMNS:
             arrays["sample_rows"][:n] = self._positions[:n]
-        host.seq_lens[:n] = array("i", columns.end)
+        # one by one: to copy an array of them is faster only where the caches know the way
+        seq_lens = host.seq_lens
+        for i, end in enumerate(columns.end):
+            seq_lens[i] = end
 
     def _fill_drafts(
         self, host: "_Host", arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], D: int
@@ -401,14 +401,17 @@ class _Host:
     arrays: dict[str, np.ndarray]  # at full capacity
     seq_lens: memoryview = field(init=False)  # of the arrays
     blocks: memoryview = field(init=False)  # of the arrays: the block table, row after row
+    max_blocks: int = field(init=False)  # of a row
     tables: list[Sequence[int]] = field(init=False)  # what stands in each row of the block table
     shape: tuple[int, int, int] | None = None  # D, T and decode rows of what stands in the others
     columns: Any = NO_COLUMNS  # its decode rows
 
     def __post_init__(self) -> None:
         self.seq_lens = self.arrays["seq_lens"].data
-        self.blocks = self.arrays["block_table"].reshape(-1).data
-        self.tables = [()] * len(self.arrays["block_table"])
+        table = self.arrays["block_table"]
+        self.blocks = table.reshape(-1).data
+        self.tables = [()] * len(table)
+        self.max_blocks = table.shape[1]
 
     def write_blocks(self, first: int, end: int, block_tables: Sequence[Sequence[int]]) -> None:
         """Write the rows from `first` on and clear the rest of [first, end).
@@ -416,18 +419,18 @@ class _Host:
         A row is as long as the longest request, so only what a fill before left is cleared, and a
         table that stands there already is left alone: what it shows never changes.
         """
-        table = self.arrays["block_table"]
-        width = table.shape[1]
-        wanted = [*block_tables, *[()] * (end - first - len(block_tables))]
-        changed = map(is_not, wanted, self.tables[first:end])
-        for i in compress(range(first, end), changed):
-            blocks, known = wanted[i - first], self.tables[i]
-            size = len(blocks)
+        tables, wanted = self.tables, [*block_tables, *[()] * (end - first - len(block_tables))]
+        for i, blocks in enumerate(wanted, first):
+            known = tables[i]
+            if blocks is known:
+                continue
+            begin, size = i * self.max_blocks, len(blocks)
+            assert size <= self.max_blocks, f"{size=} {self.max_blocks=}"
             if size > 0:
-                self.blocks[i * width : i * width + size] = blocks
+                self.blocks[begin : begin + size] = blocks
             if size < len(known):
-                table[i, size : len(known)] = 0
-            self.tables[i] = blocks
+                self.arrays["block_table"][i, size : len(known)] = 0
+            tables[i] = blocks
 
 
 def _dtype(name: str) -> torch.dtype:
