@@ -125,10 +125,7 @@ class ModelRunner:
         launched.turn.wait()
         samples = launched.batch.columns.samples
         ids = launched.turn.tokens[: len(samples)].tolist()
-        # no comprehension: that is a function, made anew each time
-        tokens = []
-        for token, is_new in zip(ids, samples, strict=True):
-            tokens.append((token,) if is_new else ())
+        tokens = [(token,) if is_new else () for token, is_new in zip(ids, samples, strict=True)]
         return StepResult(tokens, _logprobs(launched))
 
     @contextmanager

@@ -1,5 +1,6 @@
 """One step in tensors: what the model reads beside weights and pools."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -264,10 +265,7 @@ class StepBuffers:
             arrays["prev_rows"][:n] = columns.prev_row
         if known is NO_COLUMNS:
             arrays["sample_rows"][:n] = self._positions[:n]
-        # one by one: to copy an array of them is faster only where the caches know the way
-        seq_lens = host.seq_lens
-        for i, end in enumerate(columns.end):
-            seq_lens[i] = end
+        host.seq_lens[:n] = array("i", columns.end)
 
     def _fill_drafts(
         self, host: "_Host", arrays: dict[str, np.ndarray], rows: Sequence[ScheduledRow], D: int

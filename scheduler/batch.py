@@ -32,7 +32,7 @@ class ScheduledRow(NamedTuple):
     next_token_ids: Sequence[int] = ()  # known ids from `end` on that draft layers look ahead to
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class ScheduledBatch:
     """One step. Decode rows come first. Never changed after it is made.
 

@@ -210,6 +210,5 @@ class Holdings:
             self.cache.unpin(slot)
         self.cache.block_pool.release(flight.freed_blocks)
         step = flight.batch.step
-        for key, by in list(self.announced.items()):
-            if by.step == step:
-                del self.announced[key]
+        for key in [key for key, by in self.announced.items() if by.step == step]:
+            del self.announced[key]

@@ -78,10 +78,8 @@ class Pass:
     def plan(self) -> Flight:
         """The step, not yet in flight; it may have no rows."""
         running, waiting = self.queues.running, self.queues.waiting
-        row_tokens = self.limits.row_tokens
-        for live in running:
-            if live.scheduled_end >= live.prefill_end:
-                self.budget -= row_tokens
+        num_decoding = sum([live.scheduled_end >= live.prefill_end for live in running])
+        self.budget -= num_decoding * self.limits.row_tokens
         for live in list(running):
             while (
                 self.admits

@@ -648,7 +648,7 @@ ORDERING = (
     Fault(
         "decode rows not set aside from the budget",
         PASS + "plan",
-        "self.budget -= row_tokens",
+        "self.budget -= num_decoding * self.limits.row_tokens",
         "pass",
         scope="no decode states",
     ),
