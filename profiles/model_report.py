@@ -176,7 +176,7 @@ def _decode(data: Mapping[str, Any]) -> list[str]:
             _number(row["floor_us"]),
             _ratio(row["step_us"], row["floor_us"]),
             _number(row["host_us"]),
-            _all_steps(hosts.get(str(row["batch"]))),
+            _tenths(hosts.get(str(row["batch"]))),
             _number(row["kda_us"]),
             _ratio(row["kda_us"], row["kda_floor_us"]),
             _number(eager.get(str(row["batch"]))),
@@ -184,15 +184,14 @@ def _decode(data: Mapping[str, Any]) -> list[str]:
         ]
         for row in rows
     ]
-    heads = ["batch", "step us", "floor us", "step/floor", "host us", "all steps"]
+    heads = ["batch", "step us", "floor us", "step/floor", "host us", "tenths"]
     heads += ["KDA op us", "KDA/floor", "eager us", "transformers + FLA us"]
     text = (
         f"## Decode after {data['meta'].get('decode_context')} tokens\n\nFloor: weights of the "
         "experts that the step wakes and all others once, states and windows read and written, "
         "the cache read, at the speed of a copy. Host: all that it does for a step but wait for "
-        "the device, the median. Cores do other people's work too, so the thread is on the one "
-        "where a fixed loop took least, and steps after which the loop took a quarter more than "
-        "its best are left out; the median with them is beside it, and how many of all stay."
+        "the device; the median, and what a tenth of the steps takes less and more than. The "
+        "thread is on the core where a fixed loop took least: some do other people's work too."
     )
     return [text, _table(heads, table)]
 
@@ -229,10 +228,8 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 
-def _all_steps(host: Mapping[str, Any] | None) -> str:
-    if host is None:
-        return ""
-    return f"{_number(host['all_us'])}, {host['undisturbed']} of {host['steps']}"
+def _tenths(host: Mapping[str, float | None] | None) -> str:
+    return "" if host is None else f"{_number(host['p10_us'])} to {_number(host['p90_us'])}"
 
 
 def _ratio(value: float | None, floor: float | None) -> str:

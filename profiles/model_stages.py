@@ -323,8 +323,8 @@ class Bench:
         for batch in self.sizes.batches:
             timed = TimedRunner(self.runner)
             engine = self.decoding(timed, batch)
-            step, host, detail = self.decode_us(engine, timed)
-            hosts[str(batch)] = detail
+            step, host = self.decode_us(engine, timed)
+            hosts[str(batch)] = {"p10_us": _short(host.p10_us), "p90_us": _short(host.p90_us)}
             with self.runner.eager(), counting_experts() as experts:
                 engine.step()
                 engine.step()
@@ -364,31 +364,18 @@ class Bench:
 
     def decode_us(
         self, engine: Engine, timed: TimedRunner, steps: int | None = None
-    ) -> tuple[Timing, Timing, dict[str, Any]]:
-        """Of a step, and of the host's work for it, without its wait for the device.
-
-        The host's is of steps on an undisturbed core, as many as wanted; the last says what others
-        took, of which there are twice as many at most. If there are nothing but others, of them.
-        """
+    ) -> tuple[Timing, Timing]:
+        """Of a step, and of the host's work for it, without its wait for the device."""
         for _ in range(3):
             engine.step()
-        wanted = steps or self.sizes.decode_steps
-        hosts, quiet, first = [], [], len(timed.steps)
-        with on_quietest_core() as core:
-            while len(quiet) < wanted and len(hosts) < 3 * wanted:
+        hosts, first = [], len(timed.steps)
+        with on_quietest_core():
+            for _ in range(steps or self.sizes.decode_steps):
                 start = time.perf_counter()
                 engine.step()
-                hosts.append(1e6 * (time.perf_counter() - start - timed.steps[-1].wait))
-                if not core.is_disturbed():
-                    quiet.append(hosts[-1])
-        detail = {
-            "core": core.number,
-            "steps": len(hosts),
-            "undisturbed": len(quiet),
-            "all_us": _short(statistics.median(hosts)),
-        }
+                hosts.append(time.perf_counter() - start - timed.steps[-1].wait)
         seconds = [step.seconds for step in timed.steps[first:]]
-        return summarise([1e6 * s for s in seconds]), summarise(quiet or hosts), detail
+        return summarise([1e6 * s for s in seconds]), summarise([1e6 * s for s in hosts])
 
     def greedy(self) -> None:
         """Greedy tokens as the engine runs, against the same engine run eagerly."""

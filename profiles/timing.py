@@ -18,7 +18,6 @@ MIN_SETS = 2
 MAX_SETS = 64
 WARM_UP = 2
 CORE_LOOPS = 100  # fixed loops, of 70 us where nothing disturbs them, by which a core is chosen
-DISTURBED = 1.25  # times as long: two threads on one core take 1.7 to 2 times as long each
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,35 +128,23 @@ def time_host(call: Call, *, rounds: int = 200) -> float:
     return best * 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Core:
-    """Where a thread is timed, and what a fixed loop takes where nothing disturbs it."""
-
-    number: int | None  # None: wherever the system lets it run
-    loop_seconds: float
-
-    def is_disturbed(self) -> bool:
-        """Whether the loop takes longer now: somebody else works on the same core."""
-        return _loop_seconds() > DISTURBED * self.loop_seconds
-
-
 @contextmanager
-def on_quietest_core() -> Iterator[Core]:
-    """This thread on the core where a fixed loop takes least now.
+def on_quietest_core() -> Iterator[int | None]:
+    """This thread on the core where a fixed loop takes least now; its number, None if it can't.
 
-    The cores of a lent machine do other people's work beside ours, unseen. On one that does, a
-    step takes the host four times as long, though it is never interrupted.
+    The cores of a lent machine do other people's work beside ours, unseen, and on one that does
+    everything takes twice as long.
     """
     if not hasattr(os, "sched_setaffinity"):
-        yield Core(None, min(_loop_seconds() for _ in range(CORE_LOOPS)))
+        yield None
         return
     allowed = os.sched_getaffinity(0)
     try:
-        seconds = {core: _seconds_on(core) for core in sorted(allowed)}
         # a long one of some loops: the median would miss who comes and goes
-        core = min(seconds, key=lambda core: seconds[core][int(0.9 * CORE_LOOPS)])
+        seconds = {core: _seconds_on(core)[int(0.9 * CORE_LOOPS)] for core in sorted(allowed)}
+        core = min(seconds, key=lambda core: seconds[core])
         os.sched_setaffinity(0, {core})
-        yield Core(core, min(times[0] for times in seconds.values()))
+        yield core
     finally:
         os.sched_setaffinity(0, allowed)
 
