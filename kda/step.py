@@ -3,8 +3,6 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import is_not
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -274,7 +272,8 @@ class StepBuffers:
     ) -> None:
         """Rows of 1 + K tokens, of which the last ones may be missing."""
         n, M = len(rows), self.row_tokens
-        table = host.write_blocks(0, D, [row.block_table for row in rows])
+        host.write_blocks(0, D, [row.block_table for row in rows])
+        table = arrays["block_table"][:n]
         starts = np.array([row.start for row in rows])
         arrays["decode_src_slots"][:n] = [row.src_slot for row in rows]
         arrays["seq_lens"][:n] = starts + M
@@ -302,7 +301,8 @@ class StepBuffers:
     ) -> None:
         first = begin = D * self.row_tokens
         n, N = len(rows), len(arrays["initial_slots"])
-        table = host.write_blocks(D, D + N, [row.block_table for row in rows])
+        host.write_blocks(D, D + N, [row.block_table for row in rows])
+        table = arrays["block_table"][D : D + n]
         exports: list[tuple[int, int]] = []
         ends, indptr = [0], [0]
         last = np.empty(n, np.int32)
@@ -398,35 +398,37 @@ class _Host:
 
     arrays: dict[str, np.ndarray]  # at full capacity
     seq_lens: memoryview = field(init=False)  # of the arrays
+    blocks: memoryview = field(init=False)  # of the arrays: the block table, row after row
+    max_blocks: int = field(init=False)  # of a row
     tables: list[Sequence[int]] = field(init=False)  # what stands in each row of the block table
     shape: tuple[int, int, int] | None = None  # D, T and decode rows of what stands in the others
     columns: Any = NO_COLUMNS  # its decode rows
 
     def __post_init__(self) -> None:
         self.seq_lens = self.arrays["seq_lens"].data
-        self.tables = [()] * len(self.arrays["block_table"])
+        table = self.arrays["block_table"]
+        self.blocks = table.reshape(-1).data
+        self.tables = [()] * len(table)
+        self.max_blocks = table.shape[1]
 
-    def write_blocks(
-        self, first: int, end: int, block_tables: Sequence[Sequence[int]]
-    ) -> np.ndarray:
-        """Write the rows from `first` on and clear the rest of [first, end); returns the former.
+    def write_blocks(self, first: int, end: int, block_tables: Sequence[Sequence[int]]) -> None:
+        """Write the rows from `first` on and clear the rest of [first, end).
 
         A row is as long as the longest request, so only what a fill before left is cleared, and a
-        table that stands there already is left alone: what it shows never changes. Tables that are
-        arrays of ints are copied as memory, lists element by element.
+        table that stands there already is left alone: what it shows never changes.
         """
-        table, count = self.arrays["block_table"], len(block_tables)
-        wanted = [*block_tables, *[()] * (end - first - count)]
-        changed = map(is_not, wanted, self.tables[first:end])
-        for i in compress(range(first, end), changed):
-            blocks, known = wanted[i - first], self.tables[i]
-            size = len(blocks)
+        tables, wanted = self.tables, [*block_tables, *[()] * (end - first - len(block_tables))]
+        for i, blocks in enumerate(wanted, first):
+            known = tables[i]
+            if blocks is known:
+                continue
+            begin, size = i * self.max_blocks, len(blocks)
+            assert size <= self.max_blocks, f"{size=} {self.max_blocks=}"
             if size > 0:
-                table[i, :size] = blocks
+                self.blocks[begin : begin + size] = blocks
             if size < len(known):
-                table[i, size : len(known)] = 0
-            self.tables[i] = blocks
-        return table[first : first + count]
+                self.arrays["block_table"][i, size : len(known)] = 0
+            tables[i] = blocks
 
 
 def _dtype(name: str) -> torch.dtype:

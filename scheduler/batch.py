@@ -24,7 +24,7 @@ class ScheduledRow(NamedTuple):
     src_slot: int  # state slot read; -1: the state is zero (start == 0)
     dst_slots: tuple[int, ...]  # slots written: the final state (prefill), one a token (decode)
     exports: tuple[tuple[int, int], ...]  # (position, slot) inside the row, ascending
-    block_table: Sequence[int]  # KV block ids that cover [0, end), in order; an int32 array
+    block_table: Sequence[int]  # KV block ids that cover [0, end), in order: array("i")
     kv_start: int  # KV of positions below this is already in the blocks and is not written again
     samples: bool  # whether the last token's logits give a new token
     sampling: SamplingParams

@@ -1,5 +1,6 @@
 """What requests hold of the two pools, and how it passes to the cache or back."""
 
+from array import array
 from collections import deque
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ from ..cache.hashing import extend_keys
 from ..cache.policy import Kind
 from ..cache.prefix_cache import PrefixCache
 from ..cache.state_pool import SlotStatus
-from .live import BlockTable, Flight, KeptState, LiveRequest
+from .live import Flight, KeptState, LiveRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Holdings:
         if fresh is None:
             return None
         running = live.slots[0]
-        live.slots[0] = fresh
+        live.slots = (fresh, *live.slots[1:])
         self._keep(live, running, position, kind)
         self.cache.pin(running)
         return running
@@ -93,7 +94,7 @@ class Holdings:
         """Keeps a verified state that lies in a scratch slot, if a fresh one can take its place."""
         fresh = self.cache.allocate_slot(Kind.DECODE)
         if fresh is not None:
-            live.slots[live.slots.index(slot)] = fresh
+            live.slots = tuple([fresh if own == slot else own for own in live.slots])
             self._keep(live, slot, position, Kind.DECODE)
 
     def _keep(self, live: LiveRequest, slot: int, position: int, kind: Kind) -> None:
@@ -137,7 +138,7 @@ class Holdings:
         freed: list[int] = []
         while node.depth < units:
             first = node.depth * width
-            own = tuple(live.table.ids[first : first + width].tolist())
+            own = tuple(live.table[first : first + width])
             node = cache.extend(node, live.keys[node.depth], own)
             if node.blocks is not own:
                 # another request was first: from now on both use its blocks
@@ -146,7 +147,9 @@ class Holdings:
         live.node = node
         if not replaced:
             return
-        live.table.replace(replaced)
+        live.table = live.table[:]
+        for first, blocks in replaced.items():
+            live.table[first : first + width] = array("i", blocks)
         if live.num_in_flight:
             # the newest flight is the last that can read them
             self.flights[-1].freed_blocks += freed
@@ -177,12 +180,12 @@ class Holdings:
             self.publish(live, live.last_step)
         for slot in (*live.slots, *(kept.slot for kept in live.kept)):
             self.cache.state_pool.release(slot)
-        own = live.table.ids[live.node.depth * self.cache.blocks_per_unit :]
-        self.cache.block_pool.release(own.tolist())
+        own = live.table[live.node.depth * self.cache.blocks_per_unit :]
+        self.cache.block_pool.release(own)
         self.cache.release(live.node)
         live.node = None
-        live.table = BlockTable()
-        live.slots, live.kept, live.decode_states = [], [], []
+        live.table = array("i")
+        live.slots, live.kept, live.decode_states = (), [], []
         live.grid_state = None
         live.plan, live.drafts = {}, ()
         live.is_discarded = False
@@ -190,13 +193,14 @@ class Holdings:
     def _keep_last(self, live: LiveRequest) -> None:
         if live.grid_state is not None:
             position, slot = live.grid_state
-            live.slots.remove(slot)
+            live.slots = tuple([own for own in live.slots if own != slot])
             self._keep(live, slot, position, Kind.DECODE)
         position = live.request.num_computed_tokens
         if position and position % self.cache.unit == 0 and position <= live.num_proven:
             key = self.key_at(live, position)
             if key is not None and not self.cache.has_state(key):
-                self._keep(live, live.slots.pop(0), position, Kind.DECODE)
+                self._keep(live, live.slots[0], position, Kind.DECODE)
+                live.slots = live.slots[1:]
 
     def retire(self, flight: Flight) -> None:
         """The step no longer reads anything, and nobody has to wait for it."""

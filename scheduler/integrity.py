@@ -74,7 +74,7 @@ def _check_blocks(holdings: Holdings, lives: Iterable[LiveRequest]) -> None:
         node = live.node
         if node is None:
             continue
-        ids = live.table.ids.tolist()
+        ids = live.table.tolist()
         owned += ids[node.depth * width :]
         while node.parent is not None:
             assert ids[(node.depth - 1) * width : node.depth * width] == list(node.blocks)

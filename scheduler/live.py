@@ -1,47 +1,14 @@
 """What the scheduler keeps of a request, and of a step in flight."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from ..cache.hashing import Extras
 from ..cache.policy import Kind
 from ..cache.prefix_cache import Node
 from .batch import ScheduledBatch
 from .request import Request
-
-
-class BlockTable:
-    """KV block ids of a request. What `ids` showed once never changes, so rows share it."""
-
-    __slots__ = ("_buffer", "ids")
-
-    def __init__(self, blocks: Sequence[int] = ()) -> None:
-        self._buffer = np.array(blocks, dtype=np.int32)
-        self.ids: Any = self._buffer
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def extend(self, blocks: Sequence[int]) -> None:
-        """Puts blocks at the end."""
-        old, new = len(self.ids), len(self.ids) + len(blocks)
-        if new > len(self._buffer):
-            buffer = np.empty(max(2 * old, new, 16), dtype=np.int32)
-            buffer[:old] = self.ids
-            self._buffer = buffer
-        self._buffer[old:new] = blocks
-        self.ids = self._buffer[:new]
-
-    def replace(self, blocks: Mapping[int, Sequence[int]]) -> None:
-        """Puts blocks with the same content in the place of others; keys are where they begin."""
-        self._buffer = self.ids.copy()
-        for first, ids in blocks.items():
-            self._buffer[first : first + len(ids)] = ids
-        self.ids = self._buffer
 
 
 @dataclass(slots=True)
@@ -69,8 +36,9 @@ class LiveRequest:
     drafts: Sequence[int] = ()  # proposed ids after the last token
 
     node: Node | None = None  # deepest cached unit of its KV; the path down to it is pinned
-    table: BlockTable = field(default_factory=BlockTable)
-    slots: list[int] = field(default_factory=list)  # the running state first, then scratch
+    # array("i") of KV blocks; what it shows never changes, so rows share it
+    table: array = field(default_factory=lambda: array("i"))
+    slots: tuple[int, ...] = ()  # the running state first, then scratch
     grid_state: tuple[int, int] | None = None  # verified state in a scratch slot: position, slot
     kept: list[KeptState] = field(default_factory=list)
     decode_states: list[tuple[Node, int]] = field(default_factory=list)  # node, slot; oldest first
@@ -99,7 +67,7 @@ class Flight:
 
     batch: ScheduledBatch
     requests: list[LiveRequest]  # of the rows
-    exports: list[Sequence[KeptState]]  # of the rows
+    exports: tuple[Sequence[KeptState], ...]  # of the rows
     pinned_slots: list[int]  # kept states that it reads
     freed_blocks: list[int] = field(default_factory=list)  # that it may still read
     has_failed: bool = False

@@ -1,8 +1,9 @@
 """One pass over the requests: who gets tokens, blocks and slots in the next step."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..cache.policy import Kind, replay_boundary
 from ..cache.prefix_cache import Match
@@ -11,7 +12,7 @@ from .batch import ScheduledBatch, ScheduledRow
 from .chunking import plan_chunk
 from .holdings import Holdings
 from .limits import Limits
-from .live import BlockTable, Flight, KeptState, LiveRequest, SchedulerCounters
+from .live import Flight, KeptState, LiveRequest, SchedulerCounters
 from .queues import Queues, order_of
 from .request import RequestStatus
 
@@ -95,14 +96,15 @@ class Pass:
         while True:
             while self.admits and self.next_waiting < len(waiting):
                 self._try_admit(waiting[self.next_waiting])
-            self._assign_exports()
-            if not self._look_again():
+            if self.prefills:
+                self._assign_exports()
+            if not self.passed_over or not self._look_again():
                 return self._make_flight()
 
     # rows of running requests
 
     def _plan_decode(self, live: LiveRequest) -> None:
-        request, block_size, slots = live.request, self.block_size, live.slots
+        request, block_size = live.request, self.block_size
         start = live.scheduled_end
         end = start + 1
         if end >= live.limit:
@@ -117,7 +119,7 @@ class Pass:
             return  # how many drafts are accepted is not known yet
         else:
             token_ids, prev_row = (0,), live.last_row
-        src = slots[0]
+        src = live.slots[0]
         # the table covers what was there before, and a unit begins where a block does
         if start % block_size == 0 or end - start > 1:
             missing = -(-end // block_size) - len(live.table)
@@ -141,8 +143,8 @@ class Pass:
                 token_ids,
                 prev_row,
                 src,
-                (slots[0],) if len(slots) == 1 else tuple(slots[: len(token_ids)]),
-                live.table.ids,
+                live.slots[: len(token_ids)],
+                live.table,
                 request.sampling,
                 start + 1 - request.num_prompt_tokens,
             )
@@ -156,7 +158,7 @@ class Pass:
         end = self._chunk_end(live.prefill_end, start, live.plan)
         if end == start:
             return
-        missing = -(-end // self.cache.block_size) - len(live.table.ids)
+        missing = -(-end // self.cache.block_size) - len(live.table)
         if missing > 0 and not self._take_blocks(live, missing):
             return
         src = live.slots[0]
@@ -226,7 +228,8 @@ class Pass:
                 break
         if blocks is None:
             return False
-        live.table.extend(blocks)
+        # not in place: rows in flight show the one before
+        live.table = live.table + array("i", blocks)
         return True
 
     def _is_starved(self, live: LiveRequest) -> bool:
@@ -359,12 +362,11 @@ class Pass:
         for _ in range(self.limits.row_tokens):
             slot = self.cache.allocate_slot()
             assert slot is not None, "there was room for it"
-            live.slots.append(slot)
+            live.slots += (slot,)
         missing = -(-end // self.cache.block_size) - len(match.blocks)
         blocks = self.cache.allocate_blocks(max(missing, 0))
         assert blocks is not None, "there was room for them"
-        live.table = BlockTable(match.blocks)
-        live.table.extend(blocks)
+        live.table = array("i", (*match.blocks, *blocks))
         self.queues.start(live)
 
     # the batch
@@ -389,47 +391,43 @@ class Pass:
             row.exports.append(KeptState(position, slot, kind, self.step))
 
     def _make_flight(self) -> Flight:
-        lives, num_decode = self.decode_lives, len(self.decode_lives)
-        exports: list[Sequence[KeptState]] = [()] * num_decode
-        rows = []
-        for draft in self.prefills:
-            draft.exports.sort(key=lambda kept: kept.position)
-            draft.live.last_row = len(lives)
-            rows.append(self._prefill_row(draft))
-            lives.append(draft.live)
-            exports.append(draft.exports)
-        batch = ScheduledBatch(self.step, self._columns(rows), num_decode)
-        return Flight(batch, lives, exports, self.pinned_slots)
-
-    def _columns(self, prefill_rows: Sequence[ScheduledRow]) -> Any:
-        """Each field of all rows, the decode rows first."""
-        n = len(self.decode_rows)
+        """The decode rows come first."""
+        lives, n = self.decode_lives, len(self.decode_lives)
         names, starts, ends, token_ids, prev_rows, sources, slots, tables, sampling, indices = (
             zip(*self.decode_rows, strict=True) if n else [()] * 10
         )
         always, none = (True,) * n, ((),) * n
-        of_columns: Any = ScheduledRow
-        columns = of_columns(
-            request_id=names,
-            is_decode=always,
-            start=starts,
-            end=ends,
-            token_ids=token_ids,
-            prev_row=prev_rows,
-            src_slot=sources,
-            dst_slots=slots,
-            exports=none,
-            block_table=tables,
-            kv_start=starts,
-            samples=always,
-            sampling=sampling,
-            sample_index=indices,
-            next_token_ids=none,
+        # as ScheduledRow has them
+        columns = (
+            names,
+            always,
+            starts,
+            ends,
+            token_ids,
+            prev_rows,
+            sources,
+            slots,
+            none,
+            tables,
+            starts,
+            always,
+            sampling,
+            indices,
+            none,
         )
-        if prefill_rows:
-            parts = zip(columns, zip(*prefill_rows, strict=True), strict=True)
-            columns = ScheduledRow._make([decode + prefill for decode, prefill in parts])
-        return columns
+        exports: tuple[Sequence[KeptState], ...] = none
+        if self.prefills:
+            rows = []
+            for draft in self.prefills:
+                draft.exports.sort(key=lambda kept: kept.position)
+                draft.live.last_row = len(lives)
+                rows.append(self._prefill_row(draft))
+                lives.append(draft.live)
+                exports += (draft.exports,)
+            parts = zip(columns, zip(*rows, strict=True), strict=True)
+            columns = [decode + prefill for decode, prefill in parts]
+        batch = ScheduledBatch(self.step, ScheduledRow._make(columns), n)
+        return Flight(batch, lives, exports, self.pinned_slots)
 
     def _prefill_row(self, draft: _PrefillRow) -> ScheduledRow:
         live, start, end = draft.live, draft.start, draft.end
@@ -444,7 +442,7 @@ class Pass:
             src_slot=draft.src_slot,
             dst_slots=(live.slots[0],),
             exports=tuple((kept.position, kept.slot) for kept in draft.exports),
-            block_table=live.table.ids,
+            block_table=live.table,
             kv_start=min(max(live.kv_cached, start), end),
             samples=end == live.prefill_end,
             sampling=live.request.sampling,

@@ -152,7 +152,8 @@ class Scheduler:
             self.counters.steps += 1
             states = self.cache.state_pool
             in_use = states.num_slots - states.num_free
-            self.counters.slots_peak = max(self.counters.slots_peak, in_use)
+            if in_use > self.counters.slots_peak:
+                self.counters.slots_peak = in_use
         # with nothing in flight, the first request always finds room
         assert flights or not self.queues.lives, (
             f"{len(self.queues.running)} running and {len(self.queues.waiting)} waiting requests, "
@@ -279,11 +280,11 @@ class Scheduler:
                         new = new[: len(token_ids) - num_before]
                     outputs.append((request.request_id, tuple(new), reason, None))
             if is_decode:
-                num_tokens = len(new)
-                end = known = start + num_tokens
-                num_generated += num_tokens
+                num_generated += len(new)
                 if has_drafts:
-                    self._choose_slot(live, start, columns.dst_slots[index], num_tokens)
+                    end = start + len(new)
+                    self._choose_slot(live, start, columns.dst_slots[index], len(new))
+                known = end
             else:
                 known = live.prefill_end
                 self.counters.prefill_tokens += end - start
@@ -292,7 +293,7 @@ class Scheduler:
             request.num_computed_tokens = end
             # KV of draft layers is complete where the tokens that it looks ahead to were known
             proven = known - lookahead
-            if proven > end:
+            if proven >= end:
                 proven = end
             if proven > live.num_proven:
                 live.num_proven = proven
@@ -310,8 +311,8 @@ class Scheduler:
     ) -> None:
         """The last verified state becomes the running one; an earlier one may be worth keeping."""
         unit = self.cache.unit
-        live.slots.remove(slots[num_tokens - 1])
-        live.slots.insert(0, slots[num_tokens - 1])
+        running = slots[num_tokens - 1]
+        live.slots = (running, *[slot for slot in live.slots if slot != running])
         live.scheduled_end = start + num_tokens
         position = (live.scheduled_end - 1) // unit * unit
         if position > start and self.limits.num_decode_states:

@@ -173,7 +173,7 @@ def row(
         src_slot=src,
         dst_slots=(dst,) if isinstance(dst, int) else dst,
         exports=exports,
-        block_table=blocks,
+        block_table=array("i", blocks),
         kv_start=kv_start,
         samples=True,
         sampling=SamplingParams(),

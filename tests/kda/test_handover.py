@@ -4,14 +4,13 @@ import random
 
 import pytest
 import torch
-from torch_kda.kda.config import EngineConfig
 from torch_kda.kda.handover import Handover
 from torch_kda.kda.model import KDAForCausalLM
 from torch_kda.kda.runner import ModelRunner
 from torch_kda.ops.handover import Places
 from torch_kda.tests.checks import assert_same
 from torch_kda.tests.kda.steps import fill_pools, pool_tensors, random_step, small_model
-from torch_kda.tests.kda.test_graphs import FakeRecorder
+from torch_kda.tests.kda.test_graphs import CONFIG, FakeRecorder
 
 NUM_WORDS, NUM_TOKENS = 40, 6
 PLACES = Places(8, 16, 8, 24, 28, 32, num_rows=2, width=2, block_size=16)
@@ -62,18 +61,6 @@ def test_restart(device: str, stage: str) -> None:
         turn = handover.end()
         turn.wait()
         assert turn.tokens.tolist() == [100 * number] * NUM_TOKENS
-
-
-CONFIG = EngineConfig(
-    max_num_seqs=8,
-    max_num_batched_tokens=128,
-    prefix_match_unit=16,
-    kv_block_size=16,
-    num_state_slots=64,
-    num_kv_blocks=100,
-    decode_buckets=(2, 8),
-    prefill_buckets=(64,),
-)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The runner on batches written by hand: what the scheduler decides is what happens."""
 
 import math
+from array import array
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def row(
         "src_slot": src,
         "dst_slots": (dst,),
         "exports": (),
-        "block_table": list(range(blocks, blocks + -(-end // 16))),
+        "block_table": array("i", range(blocks, blocks + -(-end // 16))),
         "kv_start": start,
         "samples": True,
         "sampling": GREEDY,

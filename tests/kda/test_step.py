@@ -185,7 +185,7 @@ def test_fill_of_the_same_rows(K: int) -> None:
         "prev_row": lambda r: rng.choice([-1, 0, 5]),
         "src_slot": lambda r: rng.randrange(1000),
         "dst_slots": lambda r: tuple(rng.sample(range(1000), len(r.dst_slots))),
-        "block_table": lambda r: rng.sample(range(1000), CAPACITY["max_blocks"]),
+        "block_table": lambda r: array("i", rng.sample(range(1000), CAPACITY["max_blocks"])),
     }
     for _ in range(12):
         slots = rng.sample(range(200), 200)

@@ -102,7 +102,7 @@ def _live(
         world.ghost.truths[request.request_id].tokens.tobytes(),
         tuple(live.drafts),
         live.node.key,
-        tuple([blocks[block] for block in live.table.ids.tolist()]),
+        tuple([blocks[block] for block in live.table.tolist()]),
         tuple([slots[slot] for slot in live.slots]),
         live.grid_state and (live.grid_state[0], slots[live.grid_state[1]]),
         _kept(live.kept, slots, steps),

@@ -19,7 +19,7 @@ from torch_kda.cache.state_pool import SlotStatus
 from torch_kda.scheduler.batch import ScheduledBatch
 from torch_kda.scheduler.holdings import Announced, Holdings
 from torch_kda.scheduler.limits import Limits
-from torch_kda.scheduler.live import BlockTable, Flight, KeptState, LiveRequest, SchedulerCounters
+from torch_kda.scheduler.live import Flight, KeptState, LiveRequest, SchedulerCounters
 from torch_kda.scheduler.queues import Queues
 from torch_kda.scheduler.request import Request, RequestStatus, SamplingParams
 from torch_kda.scheduler.scheduler import Scheduler
@@ -110,14 +110,6 @@ def _copy_method(value: MethodType, memo: Memo) -> MethodType:
     return MethodType(value.__func__, COPIERS[type(owner)](owner, memo))
 
 
-def _copy_table(value: BlockTable, memo: Memo) -> BlockTable:
-    new = BlockTable.__new__(BlockTable)
-    # rows in flight keep their views of the old buffer: what they show never changes
-    new._buffer = value._buffer.copy()
-    new.ids = new._buffer[: len(value.ids)]
-    return new
-
-
 class _Copiers(dict[type, Copier]):
     """Those of classes are made when the first object of the class is met."""
 
@@ -137,7 +129,6 @@ COPIERS = _Copiers(
         bytearray: _copy_bytearray,
         set: _copy_set,
         MethodType: _copy_method,
-        BlockTable: _copy_table,
     }
 )
 

@@ -109,7 +109,7 @@ def _check_running(world: "World", live: LiveRequest) -> None:
     if not live.num_in_flight:
         state = ghost.states[live.slots[0]]
         assert state == (done, hashes[done]), f"{live.request_id} goes on from {state}, not {done}"
-    ids = live.table.ids.tolist()
+    ids = live.table.tolist()
     for position in range(live.node.depth * cache.unit, done):
         place = ids[position // size] * size + position % size
         assert ghost.kv[place] == hashes[position + 1], f"{live.request_id}: KV of {position}"

@@ -324,7 +324,7 @@ EXITS = (
     Fault(
         "own blocks leak",
         HOLDINGS + "release",
-        "self.cache.block_pool.release(own.tolist())",
+        "self.cache.block_pool.release(own)",
         "pass",
     ),
     Fault(
@@ -350,7 +350,7 @@ EXITS = (
     Fault(
         "the table keeps blocks that another was first with",
         HOLDINGS + "_publish_kv",
-        "live.table.replace(replaced)",
+        'live.table[first : first + width] = array("i", blocks)',
         "pass",
         scope="equal prompts",
     ),
@@ -568,8 +568,8 @@ ROWS = (
     Fault(
         "state of another draft becomes the running one",
         SCHEDULER + "_choose_slot",
-        "live.slots.remove(slots[num_tokens - 1])\n    live.slots.insert(0, slots[num_tokens - 1])",
-        "live.slots.remove(slots[-1])\n    live.slots.insert(0, slots[-1])",
+        "running = slots[num_tokens - 1]",
+        "running = slots[-1]",
         scope="one draft",
     ),
     Fault(

@@ -32,7 +32,7 @@ def wrong_position(scheduler: Scheduler) -> None:
 
 def share_a_block(scheduler: Scheduler) -> None:
     (live,) = scheduler.queues.running
-    live.table.ids[-1] = live.table.ids[0]
+    live.table[-1] = live.table[0]
 
 
 def forget_request(scheduler: Scheduler) -> None:

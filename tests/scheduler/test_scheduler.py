@@ -352,6 +352,20 @@ def test_kv_written_twice_is_stored_once():
     assert first.kv_start < 8 and first.block_table[0] != last.block_table[0]
 
 
+def test_block_tables_of_rows_do_not_change():
+    """Neither when their request grows, nor when it gets another's blocks for its own."""
+    bench = make_bench(budget=9, max_num_seqs=2, num_slots=12, export_every=0)
+    submit(bench, "a", prompt_of(8), 12)
+    submit(bench, "b", [*prompt_of(8), *prompt_of(3, seed=7)], 12)
+    bench.scheduler.queues.waiting[1].deferred_to["a"] = b"another key"  # don't wait for a
+    shown = []
+    while bench.scheduler.has_work:
+        rows = bench.schedule().rows
+        shown += [(row.block_table, list(row.block_table)) for row in rows]
+        bench.commit()
+    assert all(list(table) == before for table, before in shown)
+
+
 def test_deep_order_is_kept_while_room_is_short():
     """A later request takes no room while an earlier one waits for some."""
     bench = make_bench(num_blocks=12, num_slots=12, max_num_seqs=3, budget=40)
