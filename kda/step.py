@@ -246,8 +246,8 @@ class StepBuffers:
         """Rows of one token each, in few calls: this runs between two steps of the device.
 
         Most steps have the rows of the step before, so only what is not what stands there is
-        written, which is lengths alone; where the KV goes the step finds by itself. No numpy: what
-        the caches have forgotten of it takes 40 us a call.
+        written, which is lengths alone, and those without numpy: a call of it takes 40 us where the
+        caches have forgotten its code. Where the KV goes the step finds by itself.
         """
         columns: Any = batch.columns
         n = batch.num_decode_rows

@@ -319,7 +319,7 @@ class Bench:
         """Steps of decode rows alone."""
         floors = Floors.of(self.runner)
         eager: dict[str, float | None] = {}
-        hosts: dict[str, dict[str, Any]] = {}
+        hosts: dict[str, dict[str, float | None]] = {}
         for batch in self.sizes.batches:
             timed = TimedRunner(self.runner)
             engine = self.decoding(timed, batch)

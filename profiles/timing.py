@@ -144,19 +144,17 @@ def on_quietest_core() -> Iterator[int | None]:
         return
     allowed = os.sched_getaffinity(0)
     try:
-        # a long one of some loops: the median would miss who comes and goes
-        seconds = {core: _seconds_on(core)[int(0.9 * CORE_LOOPS)] for core in sorted(allowed)}
-        core = min(seconds, key=lambda core: seconds[core])
+        core = min(sorted(allowed), key=_seconds_on)
         os.sched_setaffinity(0, {core})
         yield core
     finally:
         os.sched_setaffinity(0, allowed)
 
 
-def _seconds_on(core: int) -> list[float]:
-    """Of some loops there, ascending."""
+def _seconds_on(core: int) -> float:
+    """A long one of some loops there: the median would miss who comes and goes."""
     os.sched_setaffinity(0, {core})
-    return sorted(_loop_seconds() for _ in range(CORE_LOOPS))
+    return sorted(_loop_seconds() for _ in range(CORE_LOOPS))[int(0.9 * CORE_LOOPS)]
 
 
 def _loop_seconds() -> float:
