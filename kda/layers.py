@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.activations import add, silu_and_mul
+from ..ops.activations import silu_and_mul
 from ..ops.moe import moe, moe_route
 from ..ops.norms import add_rms_norm, rms_norm
 
@@ -61,7 +61,7 @@ class MoE(nn.Module):
     """Routed experts beside shared ones that see every token.
 
     The router is fp32: scores are sigmoids of its logits. Experts are chosen by score plus bias
-    and weighted by the scores alone.
+    and weighted by the scores alone. The shared experts are the last ones of the weights.
     """
 
     def __init__(
@@ -78,17 +78,14 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts_per_token = num_experts_per_token
+        self.num_shared_experts = num_shared_experts
         self.renormalize = renormalize
         self.scaling_factor = scaling_factor
         self.router = Linear(hidden_size, num_experts, dtype=torch.float32)
         self.choice_bias = empty_parameter(num_experts, dtype=torch.float32)
-        self.w13 = empty_parameter(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype)
-        self.w2 = empty_parameter(num_experts, hidden_size, intermediate_size, dtype=dtype)
-        self.shared = (
-            GatedMLP(hidden_size, num_shared_experts * intermediate_size, dtype=dtype)
-            if num_shared_experts > 0
-            else None
-        )
+        count = num_experts + num_shared_experts
+        self.w13 = empty_parameter(count, 2 * intermediate_size, hidden_size, dtype=dtype)
+        self.w2 = empty_parameter(count, hidden_size, intermediate_size, dtype=dtype)
 
     def route(self, x: Tensor, is_real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Chosen experts [M, k] int32 and their weights [M, k] fp32."""
@@ -102,5 +99,4 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, is_real: Tensor | None = None) -> Tensor:
         """x [M, hidden] to [M, hidden]. Rows that are not real wake no expert; None: all are."""
         ids, weights = self.route(x, is_real)
-        y = moe(x, self.w13, self.w2, ids, weights)
-        return y if self.shared is None else add(y, self.shared(x))
+        return moe(x, self.w13, self.w2, ids, weights, num_shared=self.num_shared_experts)

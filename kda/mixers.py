@@ -40,8 +40,9 @@ class KDAMixer(nn.Module):
         rows = -(-sum(self.sections) // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self.in_proj = Linear(config.hidden_size, rows, dtype=dtype)
         self.conv_weight = empty_parameter(3 * size, CONV_WIDTH, dtype=dtype)
-        self.f_b = Linear(dim, size, dtype=dtype)
-        self.g_b = None if config.use_full_rank_gate else Linear(dim, size, dtype=dtype)
+        # the wide halves of the thin gates, which take one product: f_b, and g_b if it is thin
+        num_thin = 1 if config.use_full_rank_gate else 2
+        self.gates_b = empty_parameter(num_thin, size, dim, dtype=dtype)
         self.A_log = empty_parameter(heads, dtype=torch.float32)
         self.dt_bias = empty_parameter(heads, dim, dtype=torch.float32)
         self.o_norm = empty_parameter(dim, dtype=dtype)
@@ -64,10 +65,12 @@ class KDAMixer(nn.Module):
 
     def _project(self, x: Tensor) -> "_KDARows":
         rows = self.in_proj(x)[:, : sum(self.sections)]
-        qkv, f_a, gate, beta = rows.split(self.sections, dim=-1)
-        g_raw = self.f_b(f_a)
-        if self.g_b is not None:
-            gate = self.g_b(gate)
+        qkv, _, full_gate, beta = rows.split(self.sections, dim=-1)
+        num_thin, start = self.gates_b.shape[0], qkv.shape[1]
+        thin = rows[:, start : start + num_thin * self.head_dim]
+        thin = rearrange(thin, "m (n d) -> n m d", n=num_thin)
+        wide = torch.bmm(thin, self.gates_b.mT)
+        g_raw, gate = wide[0], wide[1] if num_thin == 2 else full_gate
         g_raw, gate = (rearrange(y, "m (h d) -> m h d", h=self.num_heads) for y in (g_raw, gate))
         return _KDARows(qkv, g_raw, beta, gate)
 

@@ -119,13 +119,21 @@ def _targets(model: KDAForCausalLM) -> dict[str, _Target]:
             **_mlp_places(block.mlp),
         }
         for name, place in layer.items():
-            shapes = (tuple(place.shape),)
+            shapes = (_shape_in_file(name, place),)
             if name == "self_attn.A_log":
                 heads = place.numel()
                 # as in Kimi-Linear, in GLM, and in K3, which pads 96 heads to 128
                 shapes = ((1, 1, heads, 1), (heads,), (1 << (heads - 1).bit_length(),))
             targets[f"model.layers.{i}.{name}"] = _Target(place, shapes)
     return targets
+
+
+def _shape_in_file(name: str, place: Tensor) -> tuple[int, ...]:
+    """Its own; but a file has all shared experts as one, with the hidden channels of all."""
+    if "shared_experts" not in name:
+        return tuple(place.shape)
+    first, second, third = place.shape
+    return (first, second * third) if "down_proj" in name else (first * second, third)
 
 
 def _kda_places(mixer: Any) -> dict[str, Tensor]:
@@ -135,7 +143,7 @@ def _kda_places(mixer: Any) -> dict[str, Tensor]:
     qkv, f_a, gate, beta = rows.split(mixer.sections)
     places: dict[str, Tensor] = {
         "f_a_proj.weight": f_a,
-        "f_b_proj.weight": mixer.f_b.weight,
+        "f_b_proj.weight": mixer.gates_b[0],
         "b_proj.weight": beta,
         "A_log": mixer.A_log,
         "dt_bias": mixer.dt_bias.view(-1),
@@ -147,9 +155,9 @@ def _kda_places(mixer: Any) -> dict[str, Tensor]:
     ):
         places[f"{letter}_proj.weight"] = projection
         places[f"{letter}_conv1d.weight"] = conv.unsqueeze(1)
-    if mixer.g_b is None:
+    if len(mixer.gates_b) == 1:
         return places | {"g_proj.weight": gate}
-    return places | {"g_a_proj.weight": gate, "g_b_proj.weight": mixer.g_b.weight}
+    return places | {"g_a_proj.weight": gate, "g_b_proj.weight": mixer.gates_b[1]}
 
 
 def _attention_places(mixer: Any) -> dict[str, Tensor]:
@@ -179,12 +187,16 @@ def _mlp_places(mlp: Any) -> dict[str, Tensor]:
         f"{prefix}.gate.weight": mlp.router.weight,
         f"{prefix}.gate.e_score_correction_bias": mlp.choice_bias,
     }
-    for expert, (w13, w2) in enumerate(zip(mlp.w13, mlp.w2, strict=True)):
-        w1, w3 = w13.chunk(2)
-        for name, place in (("w1", w1), ("w2", w2), ("w3", w3)):
+    for expert in range(mlp.router.weight.shape[0]):
+        w1, w3 = mlp.w13[expert].chunk(2)
+        for name, place in (("w1", w1), ("w2", mlp.w2[expert]), ("w3", w3)):
             places[f"{prefix}.experts.{expert}.{name}.weight"] = place
-    shared = _gated_places(f"{prefix}.shared_experts", mlp.shared) if mlp.shared else {}
-    return places | shared
+    if mlp.num_shared_experts:
+        gate, up = mlp.w13[-mlp.num_shared_experts :].chunk(2, dim=1)
+        down = mlp.w2[-mlp.num_shared_experts :].transpose(0, 1)
+        for name, place in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+            places[f"{prefix}.shared_experts.{name}.weight"] = place
+    return places
 
 
 def _gated_places(prefix: str, mlp: GatedMLP) -> dict[str, Tensor]:

@@ -56,27 +56,6 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return _sigmoid_mul(x, gate)
 
 
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y, where one of them is a product of matrices.
-
-    A compiler would make one product with bias of it, that leaves out the rounding between.
-
-    Args:
-        x, y: [M, dim] bf16, fp32 or float64, of one dtype. Last dim contiguous.
-
-    Returns:
-        [M, dim] of x's dtype, contiguous.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device is not as above.
-
-    Reference: `ops.reference.add_ref`.
-    """
-    if not is_traced():
-        _check_pair("add", {"x": x, "y": y})
-    return _add(x, y)
-
-
 def _check_halves(x: Tensor) -> None:
     op = "silu_and_mul"
     check_tensor(op, "x", x, "M 2*F", FLOATS, {})
@@ -134,17 +113,4 @@ _sigmoid_mul = define_op(
     cpu=reference.sigmoid_mul_ref,
     cuda=_sigmoid_mul_cuda,
     fake=_sigmoid_mul_fake,
-)
-
-
-def _add_fake(x: Tensor, y: Tensor) -> Tensor:
-    _check_pair("add", {"x": x, "y": y})
-    return x.new_empty(x.shape)
-
-
-_add = define_op(
-    "add(Tensor x, Tensor y) -> Tensor",
-    cpu=reference.add_ref,
-    cuda=reference.add_ref,
-    fake=_add_fake,
 )

@@ -17,20 +17,30 @@ from .library import (
 )
 
 
-def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-    """SwiGLU experts, each on the rows that chose it, summed by weight.
+def moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    num_shared: int = 0,
+) -> Tensor:
+    """SwiGLU experts, each on the rows that chose it, summed by weight; shared ones on all rows.
 
-        gate|up = w13[e] x
-        y = sum_k topk_weights[:, k] * w2[e] (SiLU(gate) * up),  e = topk_ids[:, k]
+        gate|up = w13[e] x,  f(e) = w2[e] (SiLU(gate) * up)
+        y = sum_k topk_weights[:, k] * f(topk_ids[:, k]) + sum_s f(E + s)
 
-    M rows, dim channels, E experts of F hidden channels, k choices a row.
+    M rows, dim channels, E experts of F hidden channels, k choices a row, S shared experts. A row
+    whose first id is outside [0, E) is padding: its y is 0.
 
     Args:
         x: [M, dim] bf16, fp32 or float64, contiguous.
-        w13: [E, 2*F, dim] of the same dtype, contiguous; gate rows, then up rows.
-        w2: [E, dim, F] of the same dtype, contiguous.
+        w13: [E+S, 2*F, dim] of the same dtype, contiguous; gate rows, then up rows.
+        w2: [E+S, dim, F] of the same dtype, contiguous.
         topk_ids: [M, k] int32 or int64. An id outside [0, E) adds nothing.
         topk_weights: [M, k] fp32.
+        num_shared: S, below the number of experts; with k >= 1 if there are any.
 
     On CUDA in bf16, dim and F are multiples of 8.
 
@@ -43,22 +53,28 @@ def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tens
     Reference: `ops.reference.moe_ref`.
     """
     if not is_traced():
-        _check(x, w13, w2, topk_ids, topk_weights)
-    return _moe(x, w13, w2, topk_ids, topk_weights)
+        _check(x, w13, w2, topk_ids, topk_weights, num_shared)
+    return _moe(x, w13, w2, topk_ids, topk_weights, num_shared=num_shared)
 
 
-def _check(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+def _check(
+    x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_shared: int
+) -> None:
     op, dims = "moe", {}
     check_tensor(op, "x", x, "M dim", FLOATS, dims)
-    check_tensor(op, "w2", w2, "E dim F", x.dtype, dims)
+    check_tensor(op, "w2", w2, "E+S dim F", x.dtype, dims)
     dims["2*F"] = 2 * dims["F"]
-    check_tensor(op, "w13", w13, "E 2*F dim", x.dtype, dims)
+    check_tensor(op, "w13", w13, "E+S 2*F dim", x.dtype, dims)
     check_tensor(op, "topk_ids", topk_ids, "M k", (torch.int32, torch.int64), dims)
     check_tensor(op, "topk_weights", topk_weights, "M k", torch.float32, dims)
     tensors = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_weights": topk_weights}
     for name, tensor in tensors.items():
         check_inner(op, name, tensor, tensor.ndim)
     check_device(op, tensors)
+    check_count(op, "num_shared", num_shared)
+    expected = f"in 0..{max(dims['E+S'] - 1, 0)} (0 without choices)"
+    right = num_shared >= 0 and (num_shared < dims["E+S"] and dims["k"] > 0 or num_shared == 0)
+    require(right, op, "num_shared", expected, num_shared)
     if _is_grouped(x):
         for letter in ("dim", "F"):
             require(dims[letter] % 8 == 0, op, letter, "a multiple of 8", dims[letter])
@@ -68,21 +84,26 @@ def _is_grouped(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-def _moe_cuda(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+def _moe_cuda(
+    x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, num_shared: int
+) -> Tensor:
     if not _is_grouped(x) or x.shape[0] == 0:
-        return reference.moe_ref(x, w13, w2, topk_ids, topk_weights)
+        return reference.moe_ref(x, w13, w2, topk_ids, topk_weights, num_shared=num_shared)
     from .triton import experts
 
-    return experts.moe(x, w13, w2, topk_ids, topk_weights)
+    return experts.moe(x, w13, w2, topk_ids, topk_weights, num_shared=num_shared)
 
 
-def _fake(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-    _check(x, w13, w2, topk_ids, topk_weights)
+def _fake(
+    x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, num_shared: int
+) -> Tensor:
+    _check(x, w13, w2, topk_ids, topk_weights, num_shared)
     return x.new_empty(x.shape)
 
 
 _moe = define_op(
-    "moe(Tensor x, Tensor w13, Tensor w2, Tensor topk_ids, Tensor topk_weights) -> Tensor",
+    "moe(Tensor x, Tensor w13, Tensor w2, Tensor topk_ids, Tensor topk_weights, *, "
+    "SymInt num_shared) -> Tensor",
     cpu=reference.moe_ref,
     cuda=_moe_cuda,
     fake=_fake,

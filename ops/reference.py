@@ -337,11 +337,6 @@ def sigmoid_mul_ref(x: Tensor, gate: Tensor) -> Tensor:
     return (x * sigmoid(_work(gate)).to(x.dtype)).contiguous()
 
 
-def add_ref(x: Tensor, y: Tensor) -> Tensor:
-    """`add`."""
-    return (x + y).contiguous()
-
-
 def mla_store_ref(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> None:
     """`mla_store`."""
     _write_slots(kv_pool.flatten(0, 1), slot_mapping, latent)
@@ -419,16 +414,29 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> Tensor
     return (weights @ v.transpose(0, 1)).transpose(0, 1)
 
 
-def moe_ref(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+def moe_ref(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    num_shared: int = 0,
+) -> Tensor:
     """`moe`, an expert at a time."""
-    out = _work(x).new_zeros(x.shape)
+    out, num_experts = _work(x).new_zeros(x.shape), w13.shape[0] - num_shared
     for expert in range(w13.shape[0]):
-        row, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        if expert < num_experts:
+            row, choice = (topk_ids == expert).nonzero(as_tuple=True)
+            weight = topk_weights[row, choice, None]
+        else:
+            row = ((topk_ids[:, 0] >= 0) & (topk_ids[:, 0] < num_experts)).nonzero()[:, 0]
+            weight = topk_weights.new_ones(len(row), 1)
         if row.numel() == 0:
             continue
         gate, up = (_work(x)[row] @ _work(w13[expert]).mT).chunk(2, dim=-1)
         y = (gate * sigmoid(gate) * up) @ _work(w2[expert]).mT
-        out.index_add_(0, row, y * topk_weights[row, choice, None].to(y.dtype))
+        out.index_add_(0, row, y * weight.to(y.dtype))
     return out.to(x.dtype)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class Floors:
         dense = [weight for weight in model.parameters() if id(weight) not in skipped]
         head = model.lm_head.weight.numel()
         biases = {id(w) for name, w in model.named_parameters() if name.endswith("dt_bias")}
-        matrices = sum(w.numel() for w in dense if w.ndim == 2 and id(w) not in biases)
+        matrices = sum(w.numel() for w in dense if w.ndim > 1 and id(w) not in biases)
         one = moes[0] if moes else None
         return cls(
             config=model.config,
@@ -54,8 +55,9 @@ class Floors:
         """A step of `num_rows` tokens that attend to `context` each.
 
         Args:
-            num_experts: different experts chosen in the step, the mean over layers.
+            num_experts: different routed experts chosen in the step, the mean over layers.
         """
+        num_experts += self.config.num_shared_experts
         experts = self.num_moe_layers * num_experts * self.expert_bytes
         # states and windows are read and written, the cache is read and grows by a token
         rows = 2 * self.slot_bytes + (context + 1) * self.token_bytes
@@ -78,7 +80,8 @@ class Floors:
         vector, so chunks get no credit for what they compute in addition.
         """
         config = self.config
-        experts = self.num_moe_layers * config.num_experts_per_token * self.expert_weights
+        num_experts = config.num_experts_per_token + config.num_shared_experts
+        experts = self.num_moe_layers * num_experts * self.expert_weights
         weights = 2 * num_tokens * (self.dense_weights + experts) + 2 * self.head_weights
         pairs = num_tokens * (num_tokens + 1) / 2
         head_dims = config.qk_head_dim + config.v_head_dim
@@ -94,9 +97,9 @@ def counting_experts() -> Iterator[list[int]]:
     counts: list[int] = []
     call = layers.moe
 
-    def counted(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def counted(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, *rest: Any, **kw: Any) -> Tensor:
         counts.append(int(torch.unique(ids[ids >= 0]).numel()))
-        return call(x, w13, w2, ids, weights)
+        return call(x, w13, w2, ids, *rest, **kw)
 
     layers.moe = counted
     try:

@@ -97,10 +97,10 @@ def _kda(mixer: Any) -> dict[str, Tensor]:
         "forget_gate.dt_bias": mixer.dt_bias,
         "forget_gate.A_log": mixer.A_log,
         "forget_gate.f_a_proj.weight": f_a,
-        "forget_gate.f_b_proj.weight": mixer.f_b.weight,
+        "forget_gate.f_b_proj.weight": mixer.gates_b[0],
         "b_proj.weight": beta,
         "g_a_proj.weight": g_a,
-        "g_b_proj.weight": mixer.g_b.weight,
+        "g_b_proj.weight": mixer.gates_b[1],
         "o_norm.weight": mixer.o_norm,
         "o_proj.weight": mixer.o_proj.weight,
     }
@@ -126,13 +126,17 @@ def _mlp(mlp: Any) -> dict[str, Tensor]:
             "up_proj.weight": up,
             "down_proj.weight": mlp.down.weight,
         }
-    places = {
-        "experts.gate_up_proj": mlp.w13,
-        "experts.down_proj": mlp.w2,
+    E = mlp.router.weight.shape[0]
+    gate, up = mlp.w13[E:].chunk(2, dim=1)
+    return {
+        "experts.gate_up_proj": mlp.w13[:E],
+        "experts.down_proj": mlp.w2[:E],
         "gate.weight": mlp.router.weight,
         "gate.e_score_correction_bias": mlp.choice_bias,
+        "shared_experts.gate_proj.weight": gate.flatten(0, 1),
+        "shared_experts.up_proj.weight": up.flatten(0, 1),
+        "shared_experts.down_proj.weight": mlp.w2[E:].transpose(0, 1).flatten(1),
     }
-    return places | {f"shared_experts.{name}": w for name, w in _mlp(mlp.shared).items()}
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ Name = TypeVar("Name", bound=Hashable)  # names what is timed, in messages by it
 
 L2_SHARE = 4  # inputs of one variant fill the L2 cache this many times, so none is found there
 MIN_SETS = 2
+GRAPH_CALLS = 16  # in a graph, at least: its own launch takes 10 us, which all calls share
 MAX_SETS = 64
 WARM_UP = 2
 CORE_LOOPS = 100  # fixed loops, of 70 us where nothing disturbs them, by which a core is chosen
@@ -65,24 +66,27 @@ def time_calls(
 ) -> dict[Name, Timing]:
     """Times each variant's calls, one for each input set, and gives the time of one call.
 
-    Every variant becomes one CUDA graph of all its calls. Each round replays all variants in turn,
-    so that a drift of the clock meets all of them alike.
+    Every variant becomes one CUDA graph of all its calls, in as many passes as a graph of some
+    length takes. Each round replays all variants in turn, so that a drift of the clock meets all of
+    them alike.
 
     Args:
-        variants: captured in their order, each with its results beside those of the ones before.
+        variants: captured in their order, each with the results of a pass beside those of the one
+            before, and of the variants before.
         on_failure: gets a variant that doesn't run or can't be captured, and why; the variant is
             then left out. Default: the error is raised.
     """
     graphs = {}
+    passes = {name: -(-GRAPH_CALLS // max(len(calls), 1)) for name, calls in variants.items()}
     for name, calls in variants.items():
         try:
-            graphs[name] = _capture(name, calls)
+            graphs[name] = _capture(name, calls, passes[name])
         except Exception as error:
             on_failure(name, error)
     times: dict[Name, list[float]] = {name: [] for name in graphs}
     for turn in range(WARM_UP + rounds):
         for name, (graph, _) in graphs.items():
-            us = _replay_us(graph) / len(variants[name])
+            us = _replay_us(graph) / (passes[name] * len(variants[name]))
             if turn >= WARM_UP:
                 times[name].append(us)
     graphs.clear()
@@ -173,8 +177,12 @@ def copy_bytes_per_second(device: torch.device) -> float:
     return 2 * source.nbytes / (timing.median_us * 1e-6)
 
 
-def _capture(name: Hashable, calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, list[object]]:
-    """One graph of all calls; their results are kept, so that none writes over another's."""
+def _capture(
+    name: Hashable, calls: Sequence[Call], passes: int
+) -> tuple[torch.cuda.CUDAGraph, list[object]]:
+    """One graph of all calls; the results of a pass are kept until the next one is over, so that
+    none writes over another's while that may be in a cache.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -186,7 +194,9 @@ def _capture(name: Hashable, calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGrap
     try:
         # the outer one: where a capture doesn't even end, torch would stay on its stream
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-            results = [call() for call in calls]
+            results: list[object] = []
+            for _ in range(passes):
+                results = [call() for call in calls]
     except RuntimeError as error:
         raise RuntimeError(f"{name} can't be captured in a CUDA graph: {error}") from error
     return graph, results

@@ -5,6 +5,10 @@ choices for each expert: kernels of ours, whose tiles hold 16 choices, so that t
 reading the weights; the fewest stay where they are, a tile each, since to sort them would take
 longer. Many: torch's grouped matmul. A row's bits don't depend on the other rows as long as the
 call takes one of our ways, or torch's.
+
+Shared experts are choices of each row where choices stay where they are. Otherwise they are dense
+products of torch's, which take all rows at once as no other expert has them, and whose bits depend
+on how many there are.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -18,14 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .activations import silu_and_mul
 from .functions import sigmoid
 from .latents import num_processors
 
 FEW_CHOICES = 16  # for each expert on average; up to there faster than a grouped matmul on H200
 FEW_TILE = (16, 64, 128, 4, 3)
-# so few choices leave a processor one block of the first weights: more of it on its way at a time,
-# 21.5 us for 23.4 at one row of 8 choices on H200
-FEWEST_CHOICES, FEWEST_TILE = 16, (16, 64, 128, 4, 4)
+# so few choices, those of two rows, leave a processor one block of the first weights: more of it on
+# its way at a time, 21.5 us for 23.4 at one row of 8 choices on H200
+FEWEST_CHOICES, FEWEST_TILE = 20, (16, 64, 128, 4, 4)
 # as many as its shared memory lets a processor hold: the first product has twice the weights
 SWIGLU_PROGRAMS, PROGRAMS = 2, 3
 BLOCK = 1024
@@ -39,31 +44,45 @@ def moe(
     topk_ids: Tensor,
     topk_weights: Tensor,
     *,
+    num_shared: int = 0,
     few_choices: int = FEW_CHOICES,
     fewest_choices: int = FEWEST_CHOICES,
     tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """`ops.moe.moe`; tile: choices, columns, depth, warps, stages. None: chosen by M."""
-    (M, dim), E, k = x.shape, w2.shape[0], topk_ids.shape[1]
+    (M, dim), E, k = x.shape, w2.shape[0] - num_shared, topk_ids.shape[1]
     y = x.new_empty(M, dim)
     if y.numel() == 0:
         return y
     if k == 0:
         return y.zero_()
-    is_sorted = M * k > min(fewest_choices, few_choices * E)
+    is_sorted = M * (k + num_shared) > min(fewest_choices, few_choices * E)
     # by expert, or each choice where it stands
     place, token, ends = _route(topk_ids, E) if is_sorted else (topk_ids, topk_ids, topk_ids)
     if M * k <= few_choices * E:
         first = FEW_TILE if is_sorted else FEWEST_TILE
-        few = partial(_few, token=token, ends=ends, num_experts=k, is_sorted=is_sorted)
+        num_choices = M * k if is_sorted else M * (k + num_shared)
+        few = partial(
+            _few,
+            token=token,
+            ends=ends,
+            num_choices=num_choices,
+            num_named=k,
+            num_shared=num_shared,
+            is_sorted=is_sorted,
+        )
         hidden = few(x, w13, tile=tile or first, is_swiglu=True)
         expert_y = few(hidden, w2, tile=tile or FEW_TILE, is_swiglu=False)
     else:
-        hidden = _many(x, w13, place, ends)
-        expert_y = torch._grouped_mm(hidden, w2.mT, offs=ends)
+        hidden = _many(x, w13[:E], place, ends)
+        expert_y = torch._grouped_mm(hidden, w2[:E].mT, offs=ends)
+    shared_y = expert_y
+    if is_sorted and num_shared > 0:
+        shared_y = _shared(x, w13[E:], w2[E:])
     _combine_kernel[(M, triton.cdiv(dim, BLOCK))](
-        *(expert_y, place, topk_weights, y, dim, E),
+        *(expert_y, shared_y, place, topk_weights, y, M, dim, E),
         CHOICES=k,
+        NUM_SHARED=num_shared,
         IS_SORTED=is_sorted,
         BLOCK=BLOCK,
         num_warps=4,
@@ -116,13 +135,23 @@ def _many(x: Tensor, w13: Tensor, place: Tensor, ends: Tensor) -> Tensor:
     return hidden
 
 
+def _shared(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """[S, M, dim]: each of S experts on all rows."""
+    S, (M, dim) = w13.shape[0], x.shape
+    both = torch.bmm(x.expand(S, M, dim), w13.mT)
+    hidden = silu_and_mul(both.view(S * M, -1))
+    return torch.bmm(hidden.view(S, M, -1), w2.mT)
+
+
 def _few(
     x: Tensor,
     weight: Tensor,
     *,
     token: Tensor,
     ends: Tensor,
-    num_experts: int,
+    num_choices: int,
+    num_named: int,
+    num_shared: int,
     tile: tuple[int, int, int, int, int],
     is_swiglu: bool,
     is_sorted: bool,
@@ -130,17 +159,18 @@ def _few(
     """x weight[e]^T for the choices of each expert e; for the first product x has a row of several
     choices, for the second one of each.
 
-    token, ends: as from `_route`; if not is_sorted, both are the experts of the choices.
+    token, ends: as from `_route`; if not is_sorted, both are the `num_named` ids of each row, which
+    has the shared experts after those.
     """
-    E, columns, depth = weight.shape
+    E, columns, depth = weight.shape[0] - num_shared, *weight.shape[1:]
     columns = columns // 2 if is_swiglu else columns
-    num_choices = token.numel()
     out = x.new_empty(num_choices, columns)
     block_m, block_n, block_k, num_warps, num_stages = tile
     programs = SWIGLU_PROGRAMS if is_swiglu else PROGRAMS
     _few_kernel[(num_processors(x.device) * programs,)](
-        *(x, weight, token, ends, out, columns, depth, num_choices, num_experts),
+        *(x, weight, token, ends, out, columns, depth, num_choices, num_named),
         E=E,
+        NUM_SHARED=num_shared,
         BLOCK_E=triton.next_power_of_2(E),
         IS_SORTED=is_sorted,
         IS_SWIGLU=is_swiglu,
@@ -262,30 +292,43 @@ def _swiglu_kernel(both, hidden, ends, E, F, BLOCK: tl.constexpr):
     tl.store(hidden + row * F + column, value.to(hidden.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["E"])
+@triton.jit(do_not_specialize=["M", "E"])
 def _combine_kernel(
     expert_y,
+    shared_y,
     place,
     topk_weights,
     y,
+    M,
     dim,
     E,
     CHOICES: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
     IS_SORTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds the choices of a row in their order: no atomics, always the same bits."""
+    """Adds the choices of a row in their order, then its shared experts: no atomics, always the
+    same bits.
+    """
     m = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0.0, tl.float32)
+    first = m * (CHOICES + NUM_SHARED)  # of the row's choices where they stayed
     for j in tl.static_range(CHOICES):
         at = tl.load(place + m * CHOICES + j).to(tl.int64)
-        if not IS_SORTED:  # it is the expert, and the choice stayed where it was
-            at = tl.where((at >= 0) & (at < E), m * CHOICES + j, -1)
+        if not IS_SORTED:  # it is the expert
+            at = tl.where((at >= 0) & (at < E), first + j, -1)
         weight = tl.load(topk_weights + m * CHOICES + j)
         mask = (column < dim) & (at >= 0)
         value = tl.load(expert_y + at * dim + column, mask=mask, other=0.0).to(tl.float32)
         total += tl.where(at >= 0, weight, 0.0) * value
+    if NUM_SHARED > 0:
+        named = tl.load(place + m * CHOICES)
+        is_real = (named >= 0) & (IS_SORTED | (named < E))
+        for s in tl.static_range(NUM_SHARED):
+            at = s * M + m if IS_SORTED else first + CHOICES + s
+            mask = (column < dim) & is_real
+            total += tl.load(shared_y + at * dim + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + m * dim + column, total.to(y.dtype.element_ty), mask=column < dim)
 
 
@@ -301,6 +344,7 @@ def _few_kernel(
     num_choices,
     k,
     E: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     IS_SORTED: tl.constexpr,
     IS_SWIGLU: tl.constexpr,
@@ -335,14 +379,21 @@ def _few_kernel(
             is_choice = choice < last
             end_k = depth
         else:
-            expert = tl.load(ends + tile)
-            choice = tile + lane
+            of_row = tile % (k + NUM_SHARED)
+            # a shared expert where the row's first id is one
+            named = tl.where(of_row < k, of_row, 0)
+            expert = tl.load(ends + tile // (k + NUM_SHARED) * k + named)
             is_expert = (expert >= 0) & (expert < E)
+            expert = tl.where(of_row < k, expert, E + of_row - k)
+            choice = tile + lane
             is_choice = (lane == 0) & is_expert
             end_k = tl.where(is_expert, depth, 0)  # without an expert nothing is read
         row = choice
         if IS_SWIGLU:
-            row = tl.load(token + choice, mask=is_choice, other=0) if IS_SORTED else choice // k
+            if IS_SORTED:
+                row = tl.load(token + choice, mask=is_choice, other=0)
+            else:
+                row = choice // (k + NUM_SHARED)
         column = block * BLOCK_N + tl.arange(0, BLOCK_N)
         x_at = x + row.to(tl.int64)[None, :] * depth
         rows = 2 * columns if IS_SWIGLU else columns

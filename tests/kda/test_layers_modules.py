@@ -73,18 +73,18 @@ def test_moe(num_shared: int, renormalize: bool) -> None:
     )
     ours.router.weight.copy_(theirs.gate.weight)
     ours.choice_bias.copy_(theirs.gate.e_score_correction_bias)
-    ours.w13.copy_(theirs.experts.gate_up_proj)
-    ours.w2.copy_(theirs.experts.down_proj)
+    ours.w13[:8].copy_(theirs.experts.gate_up_proj)
+    ours.w2[:8].copy_(theirs.experts.down_proj)
     x = torch.randn(50, 64)
     expected = theirs(x[None])[0]
     shared = theirs.shared_experts
-    if ours.shared is None:
+    if num_shared == 0:
         expected = expected - shared(x)
-    else:
-        ours.shared.gate_up.weight.copy_(
-            torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
-        )
-        ours.shared.down.weight.copy_(shared.down_proj.weight)
+    for s in range(num_shared):
+        part = slice(32 * s, 32 * (s + 1))
+        gate, up = shared.gate_proj.weight[part], shared.up_proj.weight[part]
+        ours.w13[8 + s].copy_(torch.cat([gate, up]))
+        ours.w2[8 + s].copy_(shared.down_proj.weight[:, part])
     torch.testing.assert_close(ours(x), expected, atol=2e-5, rtol=1e-5)
 
 

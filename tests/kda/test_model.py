@@ -95,7 +95,7 @@ def test_presets_run(name: str) -> None:
     for i in range(20, 30):
         logits = driver.run(row(ids[i : i + 1], i, src=1, dst=1, blocks=blocks, decode=True))
         assert (logits[0] - whole[i]).abs().max() < 2e-5
-    assert config.use_full_rank_gate == (driver.model.blocks[0].mixer.g_b is None)
+    assert config.use_full_rank_gate == (len(driver.model.blocks[0].mixer.gates_b) == 1)
 
 
 def test_preset_sizes() -> None:
@@ -297,9 +297,13 @@ def relative_rms(logits: Tensor, expected: Tensor) -> float:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
 def test_forward_on_gpu(seed: int) -> None:
-    """In bf16 our kernels are as near to fp32 as torch's ops are, in both segments of a step."""
+    """In bf16 our kernels are as near to fp32 as torch's ops are, in both segments of a step.
+
+    A row takes all experts: a choice near a tie falls otherwise in bf16, whoever computes it, and
+    then no error says anything.
+    """
     sizes = {"linear_head_dim": 128, "hidden_size": 256, "kv_lora_rank": 512}
-    config = model_preset("tiny", **sizes, dtype="bfloat16")
+    config = model_preset("tiny", **sizes, num_experts_per_token=8, dtype="bfloat16")
     exact = Driver(random_model(replace(config, dtype="float32"), seed))
     rows = mixed_rows(exact, (30, 17))
     inputs = exact.load(ScheduledBatch.of(0, tuple(rows)))
@@ -329,7 +333,9 @@ def test_padding_wakes_no_expert(monkeypatch: pytest.MonkeyPatch, D: int, T: int
     batch = ScheduledBatch.of(0, tuple(r for r in rows if (D if r.is_decode else T)))
     chosen = []
     call = layers.moe
-    monkeypatch.setattr(layers, "moe", lambda *a: chosen.append((a[3] >= 0).all(-1)) or call(*a))
+    monkeypatch.setattr(
+        layers, "moe", lambda *a, **kw: chosen.append((a[3] >= 0).all(-1)) or call(*a, **kw)
+    )
     inputs = driver.load(batch, D, T)
     run(driver.model, inputs, driver.pools)
     expected = ([True, True] + [False] * 4 if D else []) + ([True] * 47 + [False] * 49 if T else [])

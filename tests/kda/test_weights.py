@@ -111,8 +111,12 @@ def test_load_what_transformers_saved(tmp_path: Path) -> None:
     assert_same("conv", kda.conv_weight, theirs[prefix + "conv1d.weight"][:, 0])
     assert_same("A_log", kda.A_log, theirs[prefix + "forget_gate.A_log"].flatten())
     assert_same("dt_bias", kda.dt_bias.flatten(), theirs[prefix + "forget_gate.dt_bias"])
-    assert_same("w13", moe.w13, theirs["model.layers.1.mlp.experts.gate_up_proj"])
-    assert_same("w2", moe.w2, theirs["model.layers.1.mlp.experts.down_proj"])
+    prefix = "model.layers.1.mlp."
+    shared = [theirs[f"{prefix}shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down")]
+    w13 = [*theirs[f"{prefix}experts.gate_up_proj"], torch.cat(shared[:2])]
+    assert_same("w13", moe.w13, torch.stack(w13))
+    w2 = [*theirs[f"{prefix}experts.down_proj"], shared[2]]
+    assert_same("w2", moe.w2, torch.stack(w2))
     assert_same("bias", moe.choice_bias, theirs["model.layers.1.mlp.gate.e_score_correction_bias"])
 
 

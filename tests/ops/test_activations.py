@@ -1,9 +1,9 @@
-"""silu_and_mul, sigmoid_mul, add."""
+"""silu_and_mul, sigmoid_mul."""
 
 import pytest
 import torch
 from torch import Tensor
-from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
+from torch_kda.ops.activations import sigmoid_mul, silu_and_mul
 from torch_kda.tests.checks import assert_close_as_torch, assert_same
 
 # steps in the dtype: exp, sum, quotient, product; in bf16 all but the last are fp32
@@ -35,13 +35,6 @@ def test_sigmoid_mul(shape: tuple[int, int], dtype: torch.dtype, device: str, na
     assert_close_as_torch("y", y, true, by_torch, roundings=ROUNDINGS[dtype])
 
 
-@DTYPES
-@SHAPES
-def test_add(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    x, y = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
-    assert_same("sum", add(x, y), x + y)
-
-
 def test_silu_rounds_before_the_product(device: str) -> None:
     """In bf16, SiLU(1) is 0.73046875, and that is what is multiplied."""
     up = torch.arange(1, 257, dtype=torch.bfloat16, device=device)[None]
@@ -68,9 +61,9 @@ def test_bits_and_strides(dtype: torch.dtype, device: str) -> None:
     """A row has the same bits alone, among others, and as a slice of a wider row."""
     wide = torch.randn(9, 100, device=device).to(dtype)
     x, gate = wide[:, 4:64], wide[:, 40:]
-    y, gated, total = silu_and_mul(x.contiguous()), sigmoid_mul(x.contiguous(), gate), add(x, gate)
-    strided = (silu_and_mul(x), sigmoid_mul(x, gate), total)
-    for name, a, b in zip(("silu", "sigmoid", "sum"), strided, (y, gated, x + gate), strict=True):
+    y, gated = silu_and_mul(x.contiguous()), sigmoid_mul(x.contiguous(), gate)
+    strided = (silu_and_mul(x), sigmoid_mul(x, gate))
+    for name, a, b in zip(("silu", "sigmoid"), strided, (y, gated), strict=True):
         assert_same(f"strided {name}", a, b)
         assert a.is_contiguous()
     for i in range(9):

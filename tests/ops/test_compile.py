@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
-from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
+from torch_kda.ops.activations import sigmoid_mul, silu_and_mul
 from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
 from torch_kda.ops.conv import causal_conv_prefill
 from torch_kda.ops.kda import kda_decode, kda_prefill
@@ -81,8 +81,8 @@ def cases(device: str) -> list[tuple[str, Callable[..., Any], Case]]:
         ("add_rms_norm", add_rms_norm, rows | {"residual": x.flip(0)}),
         ("silu_and_mul", silu_and_mul, {"x": x}),
         ("sigmoid_mul", sigmoid_mul, {"x": x, "gate": x.flip(0)}),
-        ("add", add, {"x": x, "y": x.flip(0)}),
-        ("moe", moe, experts),
+        ("moe", moe, experts | {"num_shared": 0}),
+        ("moe-shared", moe, experts | {"num_shared": 1}),
         ("mla_store", mla_store, latent | {"slot_mapping": ints([*range(8), -1], device)}),
         ("mla_decode", mla_decode, mla(device) | rank),
         ("mla_prefill", mla_prefill, pool | queries | kv_b),

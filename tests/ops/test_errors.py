@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_kda.ops import kda
-from torch_kda.ops.activations import add, sigmoid_mul, silu_and_mul
+from torch_kda.ops.activations import sigmoid_mul, silu_and_mul
 from torch_kda.ops.attention import mla_decode, mla_prefill, mla_store
 from torch_kda.ops.conv import causal_conv_prefill
 from torch_kda.ops.kda import kda_decode, kda_prefill
@@ -30,7 +30,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "add_rms_norm": add_rms_norm,
     "silu_and_mul": silu_and_mul,
     "sigmoid_mul": sigmoid_mul,
-    "add": add,
     "moe": moe,
     "moe_route": moe_route,
     "mla_store": mla_store,
@@ -68,13 +67,13 @@ def good(op: str) -> Case:
         },
         "silu_and_mul": {"x": torch.randn(4, 8)},
         "sigmoid_mul": {"x": torch.randn(4, 8), "gate": torch.randn(4, 8)},
-        "add": {"x": torch.randn(4, 8), "y": torch.randn(4, 8)},
         "moe": {
             "x": torch.randn(4, 8),
             "w13": torch.randn(3, 12, 8),
             "w2": torch.randn(3, 8, 6),
             "topk_ids": ints([[0, 1]] * 4),
             "topk_weights": torch.rand(4, 2),
+            "num_shared": 1,
         },
         "moe_route": {
             "x": torch.randn(4, 8),
@@ -210,6 +209,7 @@ def test_no_number(op: str, name: str, expected: str, value: Any, got: str) -> N
 @pytest.mark.parametrize(
     ("op", "name"),
     [
+        ("moe", "num_shared"),
         ("moe_route", "num_choices"),
         ("mla_decode", "kv_lora_rank"),
         ("mla_decode", "num_tokens_per_row"),
@@ -278,7 +278,6 @@ FOUND_AT = {
     ("rms_norm", "x"): "weight",
     ("add_rms_norm", "x"): "residual",
     ("sigmoid_mul", "x"): "gate",
-    ("add", "x"): "y",
     ("moe", "x"): "w2",
     ("moe", "w2"): "w13",
     ("moe", "topk_ids"): "topk_weights",
@@ -337,6 +336,17 @@ def test_wrong_device(op: str, name: str) -> None:
         ("rms_norm", {"eps": 0.0}, "eps must be > 0, got 0.0"),
         ("add_rms_norm", {"eps": -1e-5}, "eps must be > 0, got -1e-05"),
         ("add_rms_norm", {"residual": torch.randn(3, 8)}, r"residual must be \[M=4, dim=8\]"),
+        ("moe", {"num_shared": -1}, r"num_shared must be in 0\.\.2 .*, got -1"),
+        ("moe", {"num_shared": 3}, r"num_shared must be in 0\.\.2 .*, got 3"),
+        (
+            "moe",
+            {
+                "x": torch.randn(1, 8),
+                "topk_ids": torch.zeros(1, 0).int(),
+                "topk_weights": torch.zeros(1, 0),
+            },
+            r"num_shared must be in .*\(0 without choices\), got 1",
+        ),
         ("moe_route", {"num_choices": 0}, r"num_choices must be in 1\.\.E=3, got 0"),
         ("moe_route", {"num_choices": 4}, r"num_choices must be in 1\.\.E=3, got 4"),
         (

@@ -21,10 +21,21 @@ def moe_case(
     }
 
 
-def by_row(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
+def by_row(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_shared: int = 0,
+) -> Tensor:
+    out, num_experts = torch.zeros_like(x), len(w13) - num_shared
     for m in range(x.shape[0]):
-        for e, weight in zip(topk_ids[m].tolist(), topk_weights[m].to(x.dtype), strict=True):
+        ids, weights = topk_ids[m].tolist(), topk_weights[m].to(x.dtype).tolist()
+        pairs = [(e, w) for e, w in zip(ids, weights, strict=True) if 0 <= e < num_experts]
+        if ids and 0 <= ids[0] < num_experts:
+            pairs += [(e, 1.0) for e in range(num_experts, len(w13))]
+        for e, weight in pairs:
             gate, up = (w13[e] @ x[m]).chunk(2)
             out[m] += weight * (w2[e] @ (torch.nn.functional.silu(gate) * up))
     return out
@@ -41,7 +52,8 @@ def in_another_order(case: Case, rng: torch.Generator) -> Case:
 
 def check(case: Case) -> None:
     floats = ("x", "w13", "w2")
-    true = by_row(**{n: t.double().cpu() if n in floats else t.cpu() for n, t in case.items()})
+    on_cpu = {n: t.cpu() if isinstance(t, Tensor) else t for n, t in case.items()}
+    true = by_row(**on_cpu | {n: on_cpu[n].double() for n in floats})
     # an fp32 sum is as good as its order: of a few values the worst of one order says little
     rng = torch.Generator().manual_seed(0)
     orders = [by_row(**case), *(by_row(**in_another_order(case, rng)) for _ in range(4))]
@@ -83,3 +95,16 @@ def test_moe_int64_ids(device: str) -> None:
     case = moe_case(9, torch.float32, device)
     as_int64 = case | {"topk_ids": case["topk_ids"].long()}
     assert_same("y", moe(**as_int64), moe(**case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_shared", [1, 2])
+@pytest.mark.parametrize("M", [0, 1, 3, 65])
+def test_moe_shared(M: int, num_shared: int, dtype: torch.dtype, device: str, nan_memory) -> None:
+    """The last experts run on all rows but padding, whatever ids say of them."""
+    case = moe_case(M, dtype, device, E=6) | {"num_shared": num_shared}
+    case["topk_ids"][1:2] = -1  # padding
+    case["topk_ids"][2:3, 1] = 5  # a shared expert is nobody's choice
+    check(case)
+    y = moe(**case)
+    assert_same("padding", y[1:2], torch.zeros_like(y[1:2]))

@@ -110,7 +110,8 @@ def run_mla_prefill(K: int, P: int, V: int) -> None:
 
 def run_moe(M: int, few_choices: int) -> None:
     w13, w2, ids = bf16(64, 2048, 2304), bf16(64, 2304, 1024), int32(M, 8)
-    experts.moe(bf16(M, 2304), w13, w2, ids, torch.empty(M, 8), few_choices=few_choices)
+    options = {"num_shared": 1, "few_choices": few_choices}
+    experts.moe(bf16(M, 2304), w13, w2, ids, torch.empty(M, 8), **options)
 
 
 def run_rms_norm(size: int) -> None:

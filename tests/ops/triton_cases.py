@@ -134,11 +134,21 @@ def mla_prefill_case(
 
 
 def moe_case(
-    M: int, *, E: int, k: int, dim: int, F: int, dtype: torch.dtype, device: str, seed: int = 0
+    M: int,
+    *,
+    E: int,
+    k: int,
+    dim: int,
+    F: int,
+    dtype: torch.dtype,
+    device: str,
+    num_shared: int = 0,
+    seed: int = 0,
 ) -> Case:
-    """Every row but one chooses k experts; the first choice of one does not exist."""
+    """Every row but one chooses k of E experts; the first choice of one does not exist."""
     rng = torch.Generator().manual_seed(seed)
-    sizes = {"x": (M, dim), "w13": (E, 2 * F, dim), "w2": (E, dim, F)}
+    count = E + num_shared
+    sizes = {"x": (M, dim), "w13": (count, 2 * F, dim), "w2": (count, dim, F)}
     tensors = {n: torch.randn(*s, generator=rng) / s[-1] ** 0.5 for n, s in sizes.items()}
     tensors["x"] *= dim**0.5
     ids = torch.rand(M, E, generator=rng).argsort(1)[:, :k].to(torch.int32)
@@ -148,6 +158,7 @@ def moe_case(
         **{name: x.to(device, dtype) for name, x in tensors.items()},
         "topk_ids": ids.to(device),
         "topk_weights": torch.rand(M, k, generator=rng).to(device),
+        "num_shared": num_shared,
     }
 
 

@@ -123,11 +123,5 @@ def _writers(block: Block) -> list[Tensor]:
     """The weights [.., hidden, in] whose products are added to the residual."""
     mixer, mlp = block.mixer, block.mlp
     assert isinstance(mixer, KDAMixer | AttentionMixer)
-    found: list[Tensor] = [mixer.o_proj.weight]
-    if isinstance(mlp, MoE):
-        found.append(mlp.w2)
-        mlp = mlp.shared
-    if mlp is not None:
-        assert isinstance(mlp, GatedMLP)
-        found.append(mlp.down.weight)
-    return found
+    assert isinstance(mlp, MoE | GatedMLP)
+    return [mixer.o_proj.weight, mlp.w2 if isinstance(mlp, MoE) else mlp.down.weight]
