@@ -27,7 +27,7 @@ MIN_ROWS = 128  # of a wide sequence; expanding a token costs as much as 170 row
 MAX_RATIO = 16  # tokens in the cache for each row of a wide sequence: bounds the workspace
 WIDE_ROWS, WIDE_TOKENS = 128, 64  # tile of queries and of keys
 SHORT_ROWS, SHORT_TOKENS = 64, 64
-PART_TOKENS = 1024  # of a part at least: each takes its queries times W_uk, and W_uv, anew
+PART_TOKENS = 2048  # of a part at most, up to so many parts; each multiplies by W_uk and W_uv anew
 PART_PROGRAMS = 128  # programs of a tile at most, heads times parts: bounds the parts' results
 PIECE = 64  # of a head's key or value channels
 PACK_ROWS = 64
@@ -62,64 +62,21 @@ def mla_prefill(
     out = q.new_zeros(T, heads, v_head_dim)
     if out.numel() == 0 or N == 0:
         return out
-    max_parts = max(1, PART_PROGRAMS // heads)
-    cut = {"PART_TOKENS": part_tokens, "MAX_PARTS": max_parts, "BLOCK_N": short[1]}
-    plan = _make_plan(cu_seqlens, seq_lens, T, min_rows, wide[0], short[0], cut)
-    shape = {
-        "HEADS": heads,
-        "R": R,
-        "P": kv_pool.shape[2] - R,
-        "K": q.shape[2] - (kv_pool.shape[2] - R),
-        "V": v_head_dim,
-        "BLOCK_K": block_dim(q.shape[2] - (kv_pool.shape[2] - R)),
-        "BLOCK_P": block_dim(kv_pool.shape[2] - R),
-        "BLOCK_V": block_dim(v_head_dim),
+    cut = {
+        "PART_TOKENS": part_tokens,
+        "MAX_PARTS": max(1, PART_PROGRAMS // heads),
+        "BLOCK_N": short[1],
     }
+    plan = _make_plan(cu_seqlens, seq_lens, T, min_rows, wide[0], short[0], cut)
+    P = kv_pool.shape[2] - R
+    K, V = q.shape[2] - P, v_head_dim
+    shape = {"HEADS": heads, "R": R, "P": P, "K": K, "V": V}
+    shape |= {"BLOCK_K": block_dim(K), "BLOCK_P": block_dim(P), "BLOCK_V": block_dim(V)}
+    x = _Inputs(q, kv_pool, kv_b_weight, block_table, (cu_seqlens, seq_lens, plan.numbers), plan)
     scale_log2 = scale * math.log2(math.e)
-    sequences = (cu_seqlens, seq_lens, plan.numbers)
     if min_rows <= T:
-        packed = _pack(kv_pool, block_table, plan, T)
-        group = _heads_at_once(packed.shape[0], heads, shape["K"] + v_head_dim)
-        for first in range(0, heads, group):
-            rows = slice(
-                first * (shape["K"] + v_head_dim), (first + group) * (shape["K"] + v_head_dim)
-            )
-            kv = _expand(packed[:, :R], kv_b_weight[rows], plan.numbers)
-            _wide_kernel[(plan.num_wide * group,)](
-                *(q, packed, kv, out, *sequences, plan.wide_tiles, q.stride(0), plan.num_wide),
-                *(first, kv.stride(0), scale_log2),
-                PLAN_HEAD=PLAN_HEAD,
-                BLOCK_ROWS=wide[0],
-                BLOCK_N=wide[1],
-                STAGES=wide[3],
-                num_warps=wide[2],
-                **shape,
-            )
-    results = T if max_parts > 1 else 0
-    parts = q.new_empty(max_parts, results, heads, v_head_dim, dtype=torch.float32)
-    sums = q.new_empty(max_parts, results, heads, 2, dtype=torch.float32)
-    _short_kernel[(num_processors(q.device),)](
-        *(q, kv_pool, kv_b_weight, block_table, out, parts, sums, *sequences, plan.short_tiles, T),
-        *(q.stride(0), block_table.shape[1], scale_log2),
-        BLOCK_R=block_dim(R),
-        BLOCK_SIZE=kv_pool.shape[1],
-        BLOCK_ROWS=short[0],
-        PIECE=min(PIECE, shape["BLOCK_K"], shape["BLOCK_V"]),
-        STAGES=short[3],
-        num_warps=short[2],
-        **cut,
-        **shape,
-    )
-    if max_parts > 1:
-        _join_kernel[(num_processors(q.device),)](
-            *(out, parts, sums, *sequences, plan.short_tiles, T),
-            HEADS=heads,
-            V=v_head_dim,
-            BLOCK_V=shape["BLOCK_V"],
-            BLOCK_ROWS=short[0],
-            num_warps=8,
-            **cut,
-        )
+        _attend_wide(x, out, wide, scale_log2, shape)
+    _attend_short(x, out, short, scale_log2, shape | cut)
     return out
 
 
@@ -128,6 +85,75 @@ class _Plan(NamedTuple):
     num_wide: int  # room for tiles of queries; how many there are is in the numbers
     wide_tiles: int  # where the tables of tiles begin
     short_tiles: int
+
+
+class _Inputs(NamedTuple):
+    q: Tensor
+    kv_pool: Tensor
+    kv_b_weight: Tensor
+    block_table: Tensor
+    sequences: tuple[Tensor, Tensor, Tensor]  # cu_seqlens, seq_lens, numbers of the plan
+    plan: _Plan
+
+
+def _attend_wide(
+    x: _Inputs,
+    out: Tensor,
+    tile: tuple[int, int, int, int],
+    scale_log2: float,
+    shape: dict[str, int],
+) -> None:
+    heads, width, plan = shape["HEADS"], shape["K"] + shape["V"], x.plan
+    packed = _pack(x.kv_pool, x.block_table, plan, x.q.shape[0])
+    group = _heads_at_once(packed.shape[0], heads, width)
+    for first in range(0, heads, group):
+        rows = slice(first * width, (first + group) * width)
+        kv = _expand(packed[:, : shape["R"]], x.kv_b_weight[rows], plan.numbers)
+        _wide_kernel[(plan.num_wide * group,)](
+            *(x.q, packed, kv, out, *x.sequences, plan.wide_tiles, x.q.stride(0), plan.num_wide),
+            *(first, kv.stride(0), scale_log2),
+            PLAN_HEAD=PLAN_HEAD,
+            BLOCK_ROWS=tile[0],
+            BLOCK_N=tile[1],
+            STAGES=tile[3],
+            num_warps=tile[2],
+            **shape,
+        )
+
+
+def _attend_short(
+    x: _Inputs,
+    out: Tensor,
+    tile: tuple[int, int, int, int],
+    scale_log2: float,
+    shape: dict[str, int],
+) -> None:
+    q, R, max_parts = x.q, shape["R"], shape["MAX_PARTS"]
+    results = (max_parts, q.shape[0] if max_parts > 1 else 0, shape["HEADS"])
+    parts = q.new_empty(*results, shape["V"], dtype=torch.float32)
+    sums = q.new_empty(*results, 2, dtype=torch.float32)
+    num_programs = num_processors(q.device)
+    queries = q.new_empty(num_programs, tile[0], block_dim(R))
+    where = (*x.sequences, x.plan.short_tiles, q.shape[0])
+    _short_kernel[(num_programs,)](
+        *(q, x.kv_pool, x.kv_b_weight, x.block_table, out, parts, sums, queries, *where),
+        *(q.stride(0), x.block_table.shape[1], scale_log2),
+        BLOCK_R=block_dim(R),
+        BLOCK_SIZE=x.kv_pool.shape[1],
+        BLOCK_ROWS=tile[0],
+        PIECE=min(PIECE, shape["BLOCK_K"], shape["BLOCK_V"]),
+        STAGES=tile[3],
+        num_warps=tile[2],
+        **shape,
+    )
+    if max_parts > 1:
+        names = ("HEADS", "V", "BLOCK_V", "PART_TOKENS", "MAX_PARTS", "BLOCK_N")
+        _join_kernel[(num_programs,)](
+            *(out, parts, sums, *where),
+            BLOCK_ROWS=tile[0],
+            num_warps=8,
+            **{name: shape[name] for name in names},
+        )
 
 
 def _make_plan(
@@ -511,6 +537,7 @@ def _short_kernel(
     out,
     parts,
     sums,
+    queries,
     cu_seqlens,
     seq_lens,
     numbers,
@@ -539,6 +566,8 @@ def _short_kernel(
     """Tiles of rows of a head, over latents of a part; dealt to as many programs as run at once."""
     p, r, lane = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_R), tl.arange(0, PIECE)
     num_items = tl.load(numbers + 2) * HEADS
+    own = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    own = queries + own[:, None] * BLOCK_R + r[None, :]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         tile, head = item // HEADS, item % HEADS
         n = tl.load(numbers + short_tiles + 3 * tile)
@@ -562,9 +591,13 @@ def _short_kernel(
             is_weight = (k < K)[:, None] & (r < R)[None, :]
             w_uk = tl.load(weight + k[:, None] * R + r[None, :], mask=is_weight, other=0.0)
             q_latent = tl.dot(q_own, w_uk, acc=q_latent, input_precision="ieee")
+        # the result of a product stays in registers, where it leaves too few for the next one; what
+        # is loaded goes to shared memory
+        tl.store(own, q_latent.to(q_shared.dtype))
+        tl.debug_barrier()
         end = tl.minimum(tokens, tokens - rows + first + BLOCK_ROWS)
         acc, top, total = attend(
-            q_latent.to(q_shared.dtype),
+            tl.load(own),
             q_shared,
             tokens - rows + i,
             part * size,

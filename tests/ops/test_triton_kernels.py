@@ -191,7 +191,7 @@ def test_mla_decode_in_launches(triton: Kernels, device: str, dtype, monkeypatch
     [([37], [37]), ([0, 5, 0, 33, 1, 20, 17], [0, 5, 0, 70, 49, 20, 300])],
     ids=["37", "mixed"],
 )
-@pytest.mark.parametrize("part_tokens", [32, 1024], ids="parts of {}".format)
+@pytest.mark.parametrize("part_tokens", [32, 2048], ids="parts of {}".format)
 @pytest.mark.usefixtures("nan_memory")
 def test_mla_prefill(
     triton: Kernels, device: str, dtype: torch.dtype, lengths, seq_lens, part_tokens, monkeypatch
