@@ -4,7 +4,8 @@ A sequence takes one of two ways, chosen by its own lengths alone so that its bi
 the batch. Wide: its latents are expanded to keys and values in a workspace, by one product, and
 each head attends to those. Short, with few rows or a context far longer than its rows: each head
 attends to the latents themselves, with W_uk absorbed into its queries and W_uv applied to its
-result; 3.4 times the arithmetic of wide attention, but nothing is expanded.
+result; 3.4 times the arithmetic of wide attention, but nothing is expanded. A long context is cut
+into parts, which other programs take, and the parts are joined.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -26,10 +27,12 @@ MIN_ROWS = 128  # of a wide sequence; expanding a token costs as much as 170 row
 MAX_RATIO = 16  # tokens in the cache for each row of a wide sequence: bounds the workspace
 WIDE_ROWS, WIDE_TOKENS = 128, 64  # tile of queries and of keys
 SHORT_ROWS, SHORT_TOKENS = 64, 64
+PART_TOKENS = 2048  # of a part at most, up to so many parts; each multiplies by W_uk and W_uv anew
+PART_PROGRAMS = 128  # programs of a tile at most, heads times parts: bounds the parts' results
 PIECE = 64  # of a head's key or value channels
 PACK_ROWS = 64
 KV_BYTES = 1 << 30  # keys and values at a time; above it heads go in groups
-PLAN_HEAD = 4  # numbers before the lists of a plan: wide tokens, wide tiles, short tiles
+PLAN_HEAD = 4  # numbers before the lists of a plan: wide tokens, wide tiles, short parts, joins
 
 
 def mla_prefill(
@@ -43,6 +46,7 @@ def mla_prefill(
     scale: float,
     v_head_dim: int,
     min_rows: int = MIN_ROWS,
+    part_tokens: int = PART_TOKENS,
     wide: tuple[int, int, int, int] | None = None,
     short: tuple[int, int, int, int] = (SHORT_ROWS, SHORT_TOKENS, 8, 2),
 ) -> Tensor:
@@ -58,68 +62,117 @@ def mla_prefill(
     out = q.new_zeros(T, heads, v_head_dim)
     if out.numel() == 0 or N == 0:
         return out
-    plan = _make_plan(cu_seqlens, seq_lens, T, min_rows, wide[0], short[0])
-    shape = {
-        "HEADS": heads,
-        "R": R,
-        "P": kv_pool.shape[2] - R,
-        "K": q.shape[2] - (kv_pool.shape[2] - R),
-        "V": v_head_dim,
-        "BLOCK_K": block_dim(q.shape[2] - (kv_pool.shape[2] - R)),
-        "BLOCK_P": block_dim(kv_pool.shape[2] - R),
-        "BLOCK_V": block_dim(v_head_dim),
+    cut = {
+        "PART_TOKENS": part_tokens,
+        "MAX_PARTS": max(1, PART_PROGRAMS // heads),
+        "BLOCK_N": short[1],
     }
+    plan = _make_plan(cu_seqlens, seq_lens, T, min_rows, wide[0], short[0], cut)
+    P = kv_pool.shape[2] - R
+    K, V = q.shape[2] - P, v_head_dim
+    shape = {"HEADS": heads, "R": R, "P": P, "K": K, "V": V}
+    shape |= {"BLOCK_K": block_dim(K), "BLOCK_P": block_dim(P), "BLOCK_V": block_dim(V)}
+    x = _Inputs(q, kv_pool, kv_b_weight, block_table, (cu_seqlens, seq_lens, plan.numbers), plan)
     scale_log2 = scale * math.log2(math.e)
-    sequences = (cu_seqlens, seq_lens, plan.numbers)
     if min_rows <= T:
-        packed = _pack(kv_pool, block_table, plan, T)
-        group = _heads_at_once(packed.shape[0], heads, shape["K"] + v_head_dim)
-        for first in range(0, heads, group):
-            rows = slice(
-                first * (shape["K"] + v_head_dim), (first + group) * (shape["K"] + v_head_dim)
-            )
-            kv = _expand(packed[:, :R], kv_b_weight[rows], plan.numbers)
-            _wide_kernel[(plan.num_wide * group,)](
-                *(q, packed, kv, out, *sequences, plan.wide_tiles, q.stride(0), plan.num_wide),
-                *(first, kv.stride(0), scale_log2),
-                PLAN_HEAD=PLAN_HEAD,
-                BLOCK_ROWS=wide[0],
-                BLOCK_N=wide[1],
-                STAGES=wide[3],
-                num_warps=wide[2],
-                **shape,
-            )
-    _short_kernel[(num_processors(q.device),)](
-        *(q, kv_pool, kv_b_weight, block_table, out, *sequences, plan.short_tiles, q.stride(0)),
-        *(block_table.shape[1], scale_log2),
-        BLOCK_R=block_dim(R),
-        BLOCK_SIZE=kv_pool.shape[1],
-        BLOCK_ROWS=short[0],
-        BLOCK_N=short[1],
-        PIECE=min(PIECE, shape["BLOCK_K"], shape["BLOCK_V"]),
-        STAGES=short[3],
-        num_warps=short[2],
-        **shape,
-    )
+        _attend_wide(x, out, wide, scale_log2, shape)
+    _attend_short(x, out, short, scale_log2, shape | cut)
     return out
 
 
 class _Plan(NamedTuple):
-    numbers: Tensor  # [PLAN_HEAD + N + 1 + 2 * (num_wide + num_short)] int32, on the device
+    numbers: Tensor  # int32, on the device: PLAN_HEAD, starts of N + 1 sequences, tables of tiles
     num_wide: int  # room for tiles of queries; how many there are is in the numbers
     wide_tiles: int  # where the tables of tiles begin
     short_tiles: int
 
 
+class _Inputs(NamedTuple):
+    q: Tensor
+    kv_pool: Tensor
+    kv_b_weight: Tensor
+    block_table: Tensor
+    sequences: tuple[Tensor, Tensor, Tensor]  # cu_seqlens, seq_lens, numbers of the plan
+    plan: _Plan
+
+
+def _attend_wide(
+    x: _Inputs,
+    out: Tensor,
+    tile: tuple[int, int, int, int],
+    scale_log2: float,
+    shape: dict[str, int],
+) -> None:
+    heads, width, plan = shape["HEADS"], shape["K"] + shape["V"], x.plan
+    packed = _pack(x.kv_pool, x.block_table, plan, x.q.shape[0])
+    group = _heads_at_once(packed.shape[0], heads, width)
+    for first in range(0, heads, group):
+        rows = slice(first * width, (first + group) * width)
+        kv = _expand(packed[:, : shape["R"]], x.kv_b_weight[rows], plan.numbers)
+        _wide_kernel[(plan.num_wide * group,)](
+            *(x.q, packed, kv, out, *x.sequences, plan.wide_tiles, x.q.stride(0), plan.num_wide),
+            *(first, kv.stride(0), scale_log2),
+            PLAN_HEAD=PLAN_HEAD,
+            BLOCK_ROWS=tile[0],
+            BLOCK_N=tile[1],
+            STAGES=tile[3],
+            num_warps=tile[2],
+            **shape,
+        )
+
+
+def _attend_short(
+    x: _Inputs,
+    out: Tensor,
+    tile: tuple[int, int, int, int],
+    scale_log2: float,
+    shape: dict[str, int],
+) -> None:
+    q, R, max_parts = x.q, shape["R"], shape["MAX_PARTS"]
+    results = (max_parts, q.shape[0] if max_parts > 1 else 0, shape["HEADS"])
+    parts = q.new_empty(*results, shape["V"], dtype=torch.float32)
+    sums = q.new_empty(*results, 2, dtype=torch.float32)
+    num_programs = num_processors(q.device)
+    queries = q.new_empty(num_programs, tile[0], block_dim(R))
+    where = (*x.sequences, x.plan.short_tiles, q.shape[0])
+    _short_kernel[(num_programs,)](
+        *(q, x.kv_pool, x.kv_b_weight, x.block_table, out, parts, sums, queries, *where),
+        *(q.stride(0), x.block_table.shape[1], scale_log2),
+        BLOCK_R=block_dim(R),
+        BLOCK_SIZE=x.kv_pool.shape[1],
+        BLOCK_ROWS=tile[0],
+        PIECE=min(PIECE, shape["BLOCK_K"], shape["BLOCK_V"]),
+        STAGES=tile[3],
+        num_warps=tile[2],
+        **shape,
+    )
+    if max_parts > 1:
+        names = ("HEADS", "V", "BLOCK_V", "PART_TOKENS", "MAX_PARTS", "BLOCK_N")
+        _join_kernel[(num_programs,)](
+            *(out, parts, sums, *where),
+            BLOCK_ROWS=tile[0],
+            num_warps=8,
+            **{name: shape[name] for name in names},
+        )
+
+
 def _make_plan(
-    cu_seqlens: Tensor, seq_lens: Tensor, T: int, min_rows: int, wide_rows: int, short_rows: int
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    T: int,
+    min_rows: int,
+    wide_rows: int,
+    short_rows: int,
+    cut: dict[str, int],
 ) -> _Plan:
-    """Wide and short sequences, where the tokens of wide ones lie, and tiles of (sequence, row)."""
+    """Wide and short sequences, where the tokens of wide ones lie, and tiles of (sequence, row,
+    part).
+    """
     N = seq_lens.shape[0]
     num_wide, num_short = T // wide_rows + T // min_rows, T // short_rows + N
     wide_tiles = PLAN_HEAD + N + 1
-    short_tiles = wide_tiles + 2 * num_wide
-    numbers = cu_seqlens.new_empty(short_tiles + 2 * num_short)
+    short_tiles = wide_tiles + 3 * num_wide
+    numbers = cu_seqlens.new_empty(short_tiles + 3 * num_short * cut["MAX_PARTS"])
     _plan_kernel[(N,)](
         *(cu_seqlens, seq_lens, numbers, N, wide_tiles, short_tiles),
         MIN_ROWS=min_rows,
@@ -129,6 +182,7 @@ def _make_plan(
         PLAN_HEAD=PLAN_HEAD,
         BLOCK=128,
         num_warps=4,
+        **cut,
     )
     return _Plan(numbers, num_wide, wide_tiles, short_tiles)
 
@@ -161,6 +215,14 @@ def _expand(latent: Tensor, weight: Tensor, numbers: Tensor) -> Tensor:
 
 
 @triton.jit
+def _cut(tokens, PART_TOKENS: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Parts of a context, and tokens of each but the last, a multiple of BLOCK_N."""
+    count = tl.minimum(tl.cdiv(tokens, PART_TOKENS), MAX_PARTS)
+    size = tl.cdiv(tl.cdiv(tokens, tl.maximum(count, 1)), BLOCK_N) * BLOCK_N
+    return tl.cdiv(tokens, tl.maximum(size, 1)), size
+
+
+@triton.jit
 def _counts(
     cu_seqlens,
     seq_lens,
@@ -170,8 +232,11 @@ def _counts(
     MAX_RATIO: tl.constexpr,
     WIDE_ROWS: tl.constexpr,
     SHORT_ROWS: tl.constexpr,
+    PART_TOKENS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Of sequence n: tokens to expand, wide tiles, short tiles."""
+    """Of sequence n: tokens to expand, wide tiles, short tiles, and parts of a tile."""
     begin = tl.load(cu_seqlens + n, mask=mask, other=0)
     rows = tl.load(cu_seqlens + n + 1, mask=mask, other=0) - begin
     tokens = tl.load(seq_lens + n, mask=mask, other=0)
@@ -179,7 +244,8 @@ def _counts(
     expanded = tl.where(is_wide, tokens, 0)
     wide = tl.where(is_wide, (rows + WIDE_ROWS - 1) // WIDE_ROWS, 0)
     short = tl.where(is_wide, 0, (rows + SHORT_ROWS - 1) // SHORT_ROWS)
-    return expanded, wide, short
+    parts, _ = _cut(tokens, PART_TOKENS, MAX_PARTS, BLOCK_N)
+    return expanded, wide, short, parts
 
 
 @triton.jit(do_not_specialize=["N", "wide_tiles", "short_tiles"])
@@ -194,38 +260,49 @@ def _plan_kernel(
     MAX_RATIO: tl.constexpr,
     WIDE_ROWS: tl.constexpr,
     SHORT_ROWS: tl.constexpr,
+    PART_TOKENS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PLAN_HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program n counts what comes before its sequence and writes what belongs to it."""
     n = tl.program_id(0)
-    expanded, wide, short = 0, 0, 0
+    expanded, wide, short, joins = 0, 0, 0, 0
     for first in range(0, n, BLOCK):
         m = first + tl.arange(0, BLOCK)
-        e, w, s = _counts(
-            cu_seqlens, seq_lens, m, m < n, MIN_ROWS, MAX_RATIO, WIDE_ROWS, SHORT_ROWS
+        e, w, s, parts = _counts(
+            *(cu_seqlens, seq_lens, m, m < n, MIN_ROWS, MAX_RATIO, WIDE_ROWS, SHORT_ROWS),
+            *(PART_TOKENS, MAX_PARTS, BLOCK_N),
         )
         expanded += tl.sum(e, axis=0)
         wide += tl.sum(w, axis=0)
-        short += tl.sum(s, axis=0)
-    e, w, s = _counts(cu_seqlens, seq_lens, n, True, MIN_ROWS, MAX_RATIO, WIDE_ROWS, SHORT_ROWS)
+        short += tl.sum(s * parts, axis=0)
+        joins += tl.sum(tl.where(parts > 1, s, 0), axis=0)
+    e, w, s, parts = _counts(
+        *(cu_seqlens, seq_lens, n, True, MIN_ROWS, MAX_RATIO, WIDE_ROWS, SHORT_ROWS),
+        *(PART_TOKENS, MAX_PARTS, BLOCK_N),
+    )
     tl.store(numbers + PLAN_HEAD + n, expanded)
     if n == N - 1:
         tl.store(numbers, expanded + e)
         tl.store(numbers + 1, wide + w)
-        tl.store(numbers + 2, short + s)
+        tl.store(numbers + 2, short + s * parts)
+        tl.store(numbers + 3, joins + tl.where(parts > 1, s, 0))
         tl.store(numbers + PLAN_HEAD + N, expanded + e)
     # the last rows first: they see the most
-    _write_tiles(numbers + wide_tiles + 2 * wide, n, w, WIDE_ROWS, BLOCK)
-    _write_tiles(numbers + short_tiles + 2 * short, n, s, SHORT_ROWS, BLOCK)
+    _write_tiles(numbers + wide_tiles + 3 * wide, n, w, 1, WIDE_ROWS, BLOCK)
+    _write_tiles(numbers + short_tiles + 3 * short, n, s, parts, SHORT_ROWS, BLOCK)
 
 
 @triton.jit
-def _write_tiles(table, n, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    for first in range(0, count, BLOCK):
+def _write_tiles(table, n, count, parts, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    for first in range(0, count * parts, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        tl.store(table + 2 * i, n + 0 * i, mask=i < count)
-        tl.store(table + 2 * i + 1, (count - 1 - i) * ROWS, mask=i < count)
+        is_own = i < count * parts
+        tl.store(table + 3 * i, n + 0 * i, mask=is_own)
+        tl.store(table + 3 * i + 1, (count - 1 - i // parts) * ROWS, mask=is_own)
+        tl.store(table + 3 * i + 2, i % parts, mask=is_own)
 
 
 @triton.jit(do_not_specialize=["N", "max_blocks"])
@@ -295,8 +372,8 @@ def _wide_kernel(
     """A tile of rows of a head, over expanded keys and values."""
     tile, head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     if tile < tl.load(numbers + 1):
-        n = tl.load(numbers + wide_tiles + 2 * tile)
-        first = tl.load(numbers + wide_tiles + 2 * tile + 1)
+        n = tl.load(numbers + wide_tiles + 3 * tile)
+        first = tl.load(numbers + wide_tiles + 3 * tile + 1)
         begin = tl.load(cu_seqlens + n)
         rows = tl.load(cu_seqlens + n + 1) - begin
         tokens = tl.load(seq_lens + n)
@@ -451,17 +528,21 @@ def _rows(at, is_channel, is_token, IS_WHOLE: tl.constexpr, IS_MASKED: tl.conste
     return x
 
 
-@triton.jit(do_not_specialize=["short_tiles", "max_blocks"])
+@triton.jit(do_not_specialize=["short_tiles", "num_rows", "max_blocks"])
 def _short_kernel(
     q,
     kv_pool,
     kv_b_weight,
     block_table,
     out,
+    parts,
+    sums,
+    queries,
     cu_seqlens,
     seq_lens,
     numbers,
     short_tiles,
+    num_rows,
     q_row,
     max_blocks,
     scale_log2,
@@ -476,20 +557,26 @@ def _short_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    PART_TOKENS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Tiles of rows of a head, over latents; dealt to as many programs as run at once."""
+    """Tiles of rows of a head, over latents of a part; dealt to as many programs as run at once."""
     p, r, lane = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_R), tl.arange(0, PIECE)
     num_items = tl.load(numbers + 2) * HEADS
+    own = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    own = queries + own[:, None] * BLOCK_R + r[None, :]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         tile, head = item // HEADS, item % HEADS
-        n = tl.load(numbers + short_tiles + 2 * tile)
-        first = tl.load(numbers + short_tiles + 2 * tile + 1)
+        n = tl.load(numbers + short_tiles + 3 * tile)
+        first = tl.load(numbers + short_tiles + 3 * tile + 1)
+        part = tl.load(numbers + short_tiles + 3 * tile + 2)
         begin = tl.load(cu_seqlens + n)
         rows = tl.load(cu_seqlens + n + 1) - begin
         tokens = tl.load(seq_lens + n)
+        count, size = _cut(tokens, PART_TOKENS, MAX_PARTS, BLOCK_N)
         i = first + tl.arange(0, BLOCK_ROWS)
         is_row = (i < rows)[:, None]
         row = (begin + i).to(tl.int64)[:, None]
@@ -504,12 +591,17 @@ def _short_kernel(
             is_weight = (k < K)[:, None] & (r < R)[None, :]
             w_uk = tl.load(weight + k[:, None] * R + r[None, :], mask=is_weight, other=0.0)
             q_latent = tl.dot(q_own, w_uk, acc=q_latent, input_precision="ieee")
-        acc, _, total = attend(
-            q_latent.to(q_shared.dtype),
+        # the result of a product stays in registers, where it leaves too few for the next one; what
+        # is loaded goes to shared memory
+        tl.store(own, q_latent.to(q_shared.dtype))
+        tl.debug_barrier()
+        end = tl.minimum(tokens, tokens - rows + first + BLOCK_ROWS)
+        acc, top, total = attend(
+            tl.load(own),
             q_shared,
             tokens - rows + i,
-            0,
-            tl.minimum(tokens, tokens - rows + first + BLOCK_ROWS),
+            part * size,
+            tl.minimum(end, part * size + size),
             kv_pool,
             block_table + n.to(tl.int64) * max_blocks,
             scale_log2,
@@ -523,10 +615,68 @@ def _short_kernel(
             STAGES,
         )
         latent = (acc / tl.where(total == 0, 1.0, total)[:, None]).to(q_shared.dtype)
-        to = out + (row * HEADS + head) * V
+        to = (row * HEADS + head) * V
+        result = ((part.to(tl.int64) * num_rows + begin + i) * HEADS + head)[:, None]
         for piece in tl.range(0, BLOCK_V, PIECE, num_stages=1):
             v = piece + lane
             is_weight = (v < V)[None, :] & (r < R)[:, None]
             w_uv = tl.load(weight + (K + v[None, :]) * R + r[:, None], mask=is_weight, other=0.0)
-            value = tl.dot(latent, w_uv, input_precision="ieee").to(out.dtype.element_ty)
-            tl.store(to + v[None, :], value, mask=is_row & (v < V)[None, :])
+            value = tl.dot(latent, w_uv, input_precision="ieee")
+            is_value = is_row & (v < V)[None, :]
+            if count == 1:
+                tl.store(out + to + v[None, :], value.to(out.dtype.element_ty), mask=is_value)
+            else:
+                tl.store(parts + result * V + v[None, :], value, mask=is_value)
+        if count > 1:
+            tl.store(sums + result * 2, top[:, None], mask=is_row)
+            tl.store(sums + result * 2 + 1, total[:, None], mask=is_row)
+
+
+@triton.jit(do_not_specialize=["short_tiles", "num_rows"])
+def _join_kernel(
+    out,
+    parts,
+    sums,
+    cu_seqlens,
+    seq_lens,
+    numbers,
+    short_tiles,
+    num_rows,
+    HEADS: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    PART_TOKENS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The mean of a tile's parts by the sums of their weights, where there are several."""
+    v = tl.arange(0, BLOCK_V)[None, :]
+    num_items = tl.where(tl.load(numbers + 3) > 0, tl.load(numbers + 2) * HEADS, 0)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        tile, head = item // HEADS, item % HEADS
+        n = tl.load(numbers + short_tiles + 3 * tile)
+        count, _ = _cut(tl.load(seq_lens + n), PART_TOKENS, MAX_PARTS, BLOCK_N)
+        is_first = tl.load(numbers + short_tiles + 3 * tile + 2) == 0
+        if is_first & (count > 1):
+            begin = tl.load(cu_seqlens + n)
+            rows = tl.load(cu_seqlens + n + 1) - begin
+            i = tl.load(numbers + short_tiles + 3 * tile + 1) + tl.arange(0, BLOCK_ROWS)
+            is_row = (i < rows)[:, None]
+            row = ((begin + i).to(tl.int64) * HEADS + head)[:, None]
+            step = num_rows.to(tl.int64) * HEADS
+            top = tl.full((BLOCK_ROWS, 1), float("-inf"), tl.float32)
+            for k in range(count):
+                part = sums + (row + k * step) * 2
+                top = tl.maximum(top, tl.load(part, mask=is_row, other=0.0))
+            acc = tl.full((BLOCK_ROWS, BLOCK_V), 0.0, tl.float32)
+            total = tl.full((BLOCK_ROWS, 1), 0.0, tl.float32)
+            for k in range(count):
+                result = row + k * step
+                weight = tl.exp2(tl.load(sums + result * 2, mask=is_row, other=0.0) - top)
+                weight *= tl.load(sums + result * 2 + 1, mask=is_row, other=1.0)
+                value = tl.load(parts + result * V + v, mask=is_row & (v < V), other=0.0)
+                acc += weight * value
+                total += weight
+            value = (acc / total).to(out.dtype.element_ty)
+            tl.store(out + row * V + v, value, mask=is_row & (v < V))

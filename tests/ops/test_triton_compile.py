@@ -31,8 +31,8 @@ from torch_kda.ops.triton import (  # noqa: E402
 )
 
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
-# bytes of stack a thread; the short kernel keeps more alive than 255 registers hold
-STACK_BYTES = {"_short_kernel": 640, "_part_kernel": 64}
+# bytes of stack a thread, where more is alive than 255 registers hold
+STACK_BYTES = {"_short_kernel": 384, "_part_kernel": 64}
 
 
 class Sm90:

@@ -181,7 +181,7 @@ def test_mla_decode(heads: int, M: int, nan_memory: None):
 
 @pytest.mark.parametrize(("K", "P", "V"), [(128, 64, 128), (256, 0, 256)], ids=["kimi", "glm"])
 def test_mla_prefill(K: int, P: int, V: int, nan_memory: None):
-    lengths, seq_lens = [300, 0, 5, 129, 200], [300, 0, 700, 2000, 3500]
+    lengths, seq_lens = [300, 0, 5, 129, 200, 100], [300, 0, 700, 2000, 3500, 4000]
     dims = LATENT | {"P": P}
     case = mla_prefill_case(lengths, seq_lens, 3, K=K, V=V, **dims)
     o = mla_prefill(**case)
@@ -243,6 +243,7 @@ def test_lengths_do_not_compile():
     def compiled() -> int:
         kernels = (conv._conv_kernel, latent_prefill._wide_kernel, latent_prefill._short_kernel)
         kernels += (latent_prefill._plan_kernel, latent_prefill._pack_kernel)
+        kernels += (latent_prefill._join_kernel,)
         return sum(len(cache[0]) for k in kernels for cache in k.device_caches.values())
 
     def call(lengths: list[int], rows: int) -> None:

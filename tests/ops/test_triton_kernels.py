@@ -191,8 +191,10 @@ def test_mla_decode_in_launches(triton: Kernels, device: str, dtype, monkeypatch
     [([37], [37]), ([0, 5, 0, 33, 1, 20, 17], [0, 5, 0, 70, 49, 20, 300])],
     ids=["37", "mixed"],
 )
+@pytest.mark.parametrize("part_tokens", [32, 2048], ids="parts of {}".format)
+@pytest.mark.usefixtures("nan_memory")
 def test_mla_prefill(
-    triton: Kernels, device: str, dtype: torch.dtype, lengths, seq_lens, monkeypatch, nan_memory
+    triton: Kernels, device: str, dtype: torch.dtype, lengths, seq_lens, part_tokens, monkeypatch
 ):
     """Wide from 16 rows, but for the last, whose context is too long for that."""
     dims = {"R": 24, "P": 8, "K": 24, "V": 20, "dtype": dtype, "device": device}
@@ -201,7 +203,8 @@ def test_mla_prefill(
     if device == "cpu":
         monkeypatch.setattr(module, "_expand", expand_fp32)
     monkeypatch.setattr(module, "KV_BYTES", 1)  # a head at a time
-    tiles = {"min_rows": 16, "wide": (16, 16, 4, 2), "short": (16, 16, 4, 2)}
+    tiles = {"min_rows": 16, "part_tokens": part_tokens}
+    tiles |= {"wide": (16, 16, 4, 2), "short": (16, 16, 4, 2)}
     o, _ = check(module.mla_prefill, reference.mla_prefill_ref, case, is_strict=False, **tiles)
     assert_same("padding", o[sum(lengths) :], torch.zeros_like(o[sum(lengths) :]))
     monkeypatch.setattr(module, "KV_BYTES", 1 << 30)
