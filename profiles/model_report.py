@@ -176,7 +176,7 @@ def _decode(data: Mapping[str, Any]) -> list[str]:
             _number(row["floor_us"]),
             _ratio(row["step_us"], row["floor_us"]),
             _number(row["host_us"]),
-            _tenths(hosts.get(str(row["batch"]))),
+            _cores(hosts.get(str(row["batch"]))),
             _number(row["kda_us"]),
             _ratio(row["kda_us"], row["kda_floor_us"]),
             _number(eager.get(str(row["batch"]))),
@@ -184,14 +184,21 @@ def _decode(data: Mapping[str, Any]) -> list[str]:
         ]
         for row in rows
     ]
-    heads = ["batch", "step us", "floor us", "step/floor", "host us", "tenths"]
+    heads = ["batch", "step us", "floor us", "step/floor", "host us", "all cores"]
     heads += ["KDA op us", "KDA/floor", "eager us", "transformers + FLA us"]
+    host = "the median of all steps"
+    if any("cores" in found for found in hosts.values()):
+        host = (
+            "the median of the steps on one core, of several the one where it is least. Other "
+            "people's work on a core may empty its caches while the device works, and can only "
+            "add to it. All cores: the least and the greatest of their medians, and the median of "
+            "these"
+        )
     text = (
         f"## Decode after {data['meta'].get('decode_context')} tokens\n\nFloor: weights of the "
         "experts that the step wakes and all others once, states and windows read and written, "
         "the cache read, at the speed of a copy. Host: all that it does for a step but wait for "
-        "the device; the median, and what a tenth of the steps takes less and more than. The "
-        "thread is on the core where a fixed loop took least: some do other people's work too."
+        f"the device; {host}."
     )
     return [text, _table(heads, table)]
 
@@ -228,8 +235,13 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 
-def _tenths(host: Mapping[str, float | None] | None) -> str:
-    return "" if host is None else f"{_number(host['p10_us'])} to {_number(host['p90_us'])}"
+def _cores(host: Mapping[str, float | None] | None) -> str:
+    if host is None or "cores" not in host:  # measured before cores were compared
+        return ""
+    if host["cores"] == 0:
+        return "can't be chosen"
+    least, middle, most = (_number(host[f"{name}_us"]) for name in ("least", "median", "most"))
+    return f"{least}..{most}, median {middle}"
 
 
 def _ratio(value: float | None, floor: float | None) -> str:

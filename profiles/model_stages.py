@@ -7,7 +7,9 @@ import shlex
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from .floors import Floors, counting_experts
 from .greedy import compare_greedy
 from .model_report import markdown
 from .provenance import origin
-from .timing import Timing, copy_bytes_per_second, on_quietest_core, summarise, time_calls
+from .timing import copy_bytes_per_second, on_each_core, time_calls
 from .workloads import (
     Client,
     RequestRecord,
@@ -43,6 +45,8 @@ from .workloads import (
 
 MODES = {"single_pass": {}, "two_pass": {"num_prefill_checkpoint_blocks": 0}}
 STAGES = ("closed", "prefill", "decode", "burst", "greedy", "idle", "profile", "warm")
+HOST_CORES = 8  # that measured decode steps are spread over, if there are as many
+SETTLING = 2  # first steps on a core, in whose caches nothing of ours is yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,14 +327,14 @@ class Bench:
         for batch in self.sizes.batches:
             timed = TimedRunner(self.runner)
             engine = self.decoding(timed, batch)
-            step, host = self.decode_us(engine, timed)
-            hosts[str(batch)] = {"p10_us": _short(host.p10_us), "p90_us": _short(host.p90_us)}
+            step_us, host = self.decode_us(engine, timed)
+            hosts[str(batch)] = {key: _short(value) for key, value in host.items()}
             with self.runner.eager(), counting_experts() as experts:
                 engine.step()
                 engine.step()
             if batch in (1, 64):
                 with self.runner.eager():
-                    eager[str(batch)] = _short(self.decode_us(engine, timed, steps=8)[0].median_us)
+                    eager[str(batch)] = _short(self.decode_us(engine, timed, steps=8)[0])
             floor = None
             if self.copy_rate is not None:
                 num_experts = statistics.mean(experts) if experts else 0
@@ -339,9 +343,9 @@ class Bench:
             kda_floor = self.copy_rate and 1e6 * floors.kda_decode_bytes(batch) / self.copy_rate
             row = {
                 "batch": batch,
-                "step_us": step.median_us,
+                "step_us": step_us,
                 "floor_us": floor,
-                "host_us": host.median_us,
+                "host_us": host["least_us"],
                 "kda_us": time_kda_decode(self.runner, batch) if self.copy_rate else None,
                 "kda_floor_us": kda_floor,
                 "eager_fla_step_us": self.peer_value("decode_us", batch),
@@ -364,18 +368,32 @@ class Bench:
 
     def decode_us(
         self, engine: Engine, timed: TimedRunner, steps: int | None = None
-    ) -> tuple[Timing, Timing]:
-        """Of a step, and of the host's work for it, without its wait for the device."""
+    ) -> tuple[float, dict[str, float]]:
+        """The median step; and of the host's work for one, without its wait for the device, the
+        medians on several cores: the least, their median and the greatest.
+        """
+        steps = steps or self.sizes.decode_steps
+        rounds = max(min(HOST_CORES, steps // 2), 1)
         for _ in range(3):
             engine.step()
-        hosts, first = [], len(timed.steps)
-        with on_quietest_core():
-            for _ in range(steps or self.sizes.decode_steps):
-                start = time.perf_counter()
-                engine.step()
-                hosts.append(time.perf_counter() - start - timed.steps[-1].wait)
-        seconds = [step.seconds for step in timed.steps[first:]]
-        return summarise([1e6 * s for s in seconds]), summarise([1e6 * s for s in hosts])
+        first = len(timed.steps)
+        hosts: dict[int | None, list[float]] = defaultdict(list)
+        with closing(on_each_core(rounds)) as cores:
+            for core in cores:
+                for step in range(SETTLING + steps // rounds):
+                    start = time.perf_counter()
+                    engine.step()
+                    seconds = time.perf_counter() - start - timed.steps[-1].wait
+                    if step >= SETTLING:
+                        hosts[core].append(1e6 * seconds)
+        step_us = 1e6 * statistics.median(step.seconds for step in timed.steps[first:])
+        medians = [statistics.median(us) for us in hosts.values()]
+        return step_us, {
+            "cores": sum(core is not None for core in hosts),  # none where they can't be chosen
+            "least_us": min(medians),
+            "median_us": statistics.median(medians),
+            "most_us": max(medians),
+        }
 
     def greedy(self) -> None:
         """Greedy tokens as the engine runs, against the same engine run eagerly."""

@@ -3,8 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,7 +17,6 @@ MIN_SETS = 2
 GRAPH_CALLS = 16  # in a graph, at least: its own launch takes 10 us, which all calls share
 MAX_SETS = 64
 WARM_UP = 2
-CORE_LOOPS = 100  # fixed loops, of 70 us where nothing disturbs them, by which a core is chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,36 +130,27 @@ def time_host(call: Call, *, rounds: int = 200) -> float:
     return best * 1e6
 
 
-@contextmanager
-def on_quietest_core() -> Iterator[int | None]:
-    """This thread on the core where a fixed loop takes least now; its number, None if it can't.
+def on_each_core(rounds: int) -> Generator[int | None, None, None]:
+    """Each round has this thread on another core, spread evenly over the allowed ones.
 
-    The cores of a lent machine do other people's work beside ours, unseen, and on one that does
-    everything takes twice as long.
+    Gives the core's number, None where cores can't be chosen; of fewer cores than rounds, each in
+    several. Close it (`contextlib.closing`), and the thread may run where it might before.
+
+    The cores of a lent machine do other people's work beside ours, unseen, which may empty their
+    caches while we wait. What that costs no small loop tells, only the code that is to be timed.
     """
     if not hasattr(os, "sched_setaffinity"):
-        yield None
+        yield from [None] * rounds
         return
     allowed = os.sched_getaffinity(0)
+    cores = sorted(allowed)
     try:
-        core = min(sorted(allowed), key=_seconds_on)
-        os.sched_setaffinity(0, {core})
-        yield core
+        for turn in range(rounds):
+            core = cores[turn * len(cores) // rounds]
+            os.sched_setaffinity(0, {core})
+            yield core
     finally:
         os.sched_setaffinity(0, allowed)
-
-
-def _seconds_on(core: int) -> float:
-    """A long one of some loops there: the median would miss who comes and goes."""
-    os.sched_setaffinity(0, {core})
-    return sorted(_loop_seconds() for _ in range(CORE_LOOPS))[int(0.9 * CORE_LOOPS)]
-
-
-def _loop_seconds() -> float:
-    started = time.perf_counter()
-    for value in range(1000):
-        hash((value, value))
-    return time.perf_counter() - started
 
 
 def copy_bytes_per_second(device: torch.device) -> float:

@@ -1,14 +1,18 @@
 """The model bench as its users run it, on a CPU: its schema, and that figures are of its runs."""
 
 import json
+import os
+from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch_kda.kda.__main__ import app
-from torch_kda.profiles import bench_model
+from torch_kda.profiles import bench_model, model_stages
 from torch_kda.profiles.bench_model import parse
-from torch_kda.profiles.model_report import merge
+from torch_kda.profiles.model_report import markdown, merge
+from torch_kda.profiles.model_stages import Bench
 from torch_kda.profiles.provenance import ROOT
 from typer.testing import CliRunner
 
@@ -78,6 +82,10 @@ def test_figures(out: Path) -> None:
     assert [row["batch"] for row in data["decode"]] == [1, 4]
     assert data["decode"][1]["eager_fla_step_us"] == 80
     assert data["greedy_equal_share"] == 1  # eager against eager
+    hosts = data["meta"]["host_detail"]
+    assert [hosts[str(row["batch"])]["least_us"] for row in data["decode"]] == [
+        row["host_us"] for row in data["decode"]
+    ]
     detail = data["meta"]["ttft_detail"]["closed 1"]["two_pass"]
     # two requests measured, one to warm up; each two prefill steps and five of decode
     assert (detail["requests"], detail["prefill_steps"], detail["steps"]) == (2, 6, 21)
@@ -93,6 +101,92 @@ def test_report(out: Path) -> None:
     assert done.exit_code == 0
     assert done.stdout.split() == [str(out / "model.json"), str(out / "model.md")]
     assert (out / "model.md").read_text() == page
+
+
+class CoreByCore:
+    """An engine whose step takes the host 1 ms more for each core's number, with a wait of 50 ms.
+
+    The first steps on a core take longer, the one after them much longer, as one does in which
+    somebody else had the core.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, order: list[int | None]) -> None:
+        self.steps: list[SimpleNamespace] = []
+        self.now, self.core, self.on_core = 0.0, None, 0
+        self.order = order
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        monkeypatch.setattr(model_stages, "time", clock)
+        monkeypatch.setattr(model_stages, "on_each_core", self.on_each_core)
+
+    def on_each_core(self, rounds: int) -> Generator[int | None, None, None]:
+        for core in self.order[:rounds]:
+            self.core, self.on_core = core, 0
+            yield core
+
+    def step(self) -> None:
+        extra = {0: 0.004, 1: 0.004, 2: 0.3}.get(self.on_core, 0)
+        self.on_core += 1
+        self.now += 0.05 + (self.core or 1) / 1e3 + extra
+        self.steps.append(SimpleNamespace(wait=0.05, seconds=len(self.steps) / 1e3))
+
+
+@pytest.mark.parametrize(
+    ("order", "steps", "total", "expected"),
+    [
+        ([5, 3, 9, 4, 8, 6, 7, 2], 64, 80, (8, 2e3, 5.5e3, 9e3)),
+        ([5, 5, 3, 3, 9, 9, 4, 4], 64, 80, (4, 3e3, 4.5e3, 9e3)),
+        ([None] * 8, 64, 80, (0, 1e3, 1e3, 1e3)),
+        ([5, 3], 4, 8, (2, 153e3, 154e3, 155e3)),  # of two steps, one disturbed
+        ([4], 1, 3, (1, 304e3, 304e3, 304e3)),
+    ],
+)
+def test_decode_us(
+    order: list[int | None],
+    steps: int,
+    total: int,
+    expected: tuple[int, float, float, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Host time is the least of the cores' medians, without the first steps on each and waits."""
+    bench = Bench(parse(["--out", "x"]), [])
+    engine = CoreByCore(monkeypatch, order)
+    step_us, host = bench.decode_us(engine, engine, steps)
+    assert len(engine.steps) == 3 + total
+    assert step_us == pytest.approx(1e3 * (3 + (total - 1) / 2))  # of all but three to warm up
+    assert list(host) == ["cores", "least_us", "median_us", "most_us"]
+    assert tuple(host.values()) == pytest.approx(expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can't be chosen here")
+def test_decode_us_interrupted() -> None:
+    """On a core or not, the thread may run afterwards where it might before."""
+    allowed, steps = os.sched_getaffinity(0), []
+
+    def step() -> None:
+        steps.append(SimpleNamespace(wait=0.0, seconds=1.0))
+        if len(steps) == 6:
+            assert len(os.sched_getaffinity(0)) == 1
+            raise KeyboardInterrupt
+
+    engine = SimpleNamespace(step=step, steps=steps)
+    with pytest.raises(KeyboardInterrupt):
+        Bench(parse(["--out", "x"]), []).decode_us(engine, engine)
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_report_of_host_times() -> None:
+    """A page says of its own figures how they were measured."""
+    data = json.loads((RESULTS / "model.json").read_text())
+    data["decode"] = data["decode"][:2]
+    detail = {"cores": 8, "least_us": 156.0, "median_us": 389.0, "most_us": 1881.0}
+    data["meta"]["host_detail"] = {"1": detail, "2": {**detail, "cores": 0}}
+    page = markdown(data)
+    assert "| host us | all cores |" in page and "where it is least" in page
+    assert "| 156..1,881, median 389 |" in page and "| can't be chosen |" in page
+    for old in ({}, {"1": {"p10_us": 1.0, "p90_us": 2.0}}):
+        data["meta"]["host_detail"] = old
+        page = markdown(data)
+        assert "the median of all steps" in page and ".." not in page
 
 
 def test_merge(out: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 
 import pytest
 import torch
@@ -96,21 +97,60 @@ def test_copy_bytes_per_second() -> None:
     assert 1e11 < timing.copy_bytes_per_second(torch.device("cuda", 0)) < 1e13
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can't be chosen here")
-def test_quietest_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread is there inside, and afterwards where it was, whatever happens."""
-    allowed = os.sched_getaffinity(0)
-    quiet = max(allowed)
-    monkeypatch.setattr(timing, "_loop_seconds", lambda: 1.0 + (os.sched_getaffinity(0) != {quiet}))
-    with timing.on_quietest_core() as core:
-        assert core == quiet and os.sched_getaffinity(0) == {quiet}
-    assert os.sched_getaffinity(0) == allowed
-    with pytest.raises(KeyboardInterrupt), timing.on_quietest_core():
+class FakeCores:
+    """A machine's cores, and where the thread may run now."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: set[int]) -> None:
+        self.now = allowed
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(self.now), raising=False)
+        monkeypatch.setattr(os, "sched_setaffinity", self.move, raising=False)
+
+    def move(self, pid: int, cores: set[int]) -> None:
+        assert pid == 0 and cores
+        self.now = set(cores)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "rounds", "cores"),
+    [
+        (range(16), 8, [0, 2, 4, 6, 8, 10, 12, 14]),
+        (range(8), 8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ((3, 17, 40), 2, [3, 17]),
+        ((3, 17), 4, [3, 3, 17, 17]),
+        ((5,), 3, [5, 5, 5]),
+    ],
+)
+def test_on_each_core(
+    allowed: Sequence[int], rounds: int, cores: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = FakeCores(monkeypatch, set(allowed))
+    found = []
+    for core in timing.on_each_core(rounds):
+        assert machine.now == {core}
+        found.append(core)
+    assert found == cores
+    assert machine.now == set(allowed)
+
+
+def test_cores_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may run where it might before, whatever ends the rounds."""
+    machine = FakeCores(monkeypatch, {1, 2, 3})
+    with pytest.raises(KeyboardInterrupt), closing(timing.on_each_core(3)) as cores:
+        next(cores)
+        next(cores)
+        assert machine.now == {2}
         raise KeyboardInterrupt
+    assert machine.now == {1, 2, 3}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can't be chosen here")
+def test_real_cores() -> None:
+    allowed = os.sched_getaffinity(0)
+    for core in timing.on_each_core(len(allowed)):
+        assert os.sched_getaffinity(0) == {core}
     assert os.sched_getaffinity(0) == allowed
 
 
 def test_cores_that_cannot_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
-    with timing.on_quietest_core() as core:
-        assert core is None
+    assert list(timing.on_each_core(3)) == [None] * 3
