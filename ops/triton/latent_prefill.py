@@ -1,11 +1,13 @@
 """Prefill of latent attention over the paged cache.
 
-A sequence takes one of two ways, chosen by its own lengths alone so that its bits don't depend on
-the batch. Wide: its latents are expanded to keys and values in a workspace, by one product, and
-each head attends to those. Short, with few rows or a context far longer than its rows: each head
-attends to the latents themselves, with W_uk absorbed into its queries and W_uv applied to its
-result; 3.4 times the arithmetic of wide attention, but nothing is expanded. A long context is cut
-into parts, which other programs take, and the parts are joined.
+A sequence takes one of two ways. Wide: its latents are expanded to keys and values in a workspace,
+by one product, and each head attends to those. Short, with few rows, or where the workspace has no
+room for its context: each head attends to the latents themselves, with W_uk absorbed into its
+queries and W_uv applied to its result; 3.4 times the arithmetic of wide attention, but nothing is
+expanded. A long context is cut into parts, which other programs take, and the parts are joined.
+
+The bits of a sequence depend on its own lengths, and on others only if its context is longer than
+MAX_RATIO times its rows: then on whether those before it leave it room.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -23,8 +25,9 @@ from torch import Tensor
 from .latents import attend, block_dim, num_processors
 from .search import first_above
 
-MIN_ROWS = 128  # of a wide sequence; expanding a token costs as much as 170 rows gain on it
-MAX_RATIO = 16  # tokens in the cache for each row of a wide sequence: bounds the workspace
+MIN_ROWS = 128  # of a wide sequence; with fewer, expanding takes as long as it saves
+MAX_RATIO = 16  # tokens for each row of the call that the workspace holds
+MIN_ROOM = 1 << 16  # tokens that it holds at least: one long context for the rows of a turn
 WIDE_ROWS, WIDE_TOKENS = 128, 64  # tile of queries and of keys
 SHORT_ROWS, SHORT_TOKENS = 64, 64
 PART_TOKENS = 2048  # of a part at most, up to so many parts; each multiplies by W_uk and W_uv anew
@@ -46,6 +49,7 @@ def mla_prefill(
     scale: float,
     v_head_dim: int,
     min_rows: int = MIN_ROWS,
+    min_room: int = MIN_ROOM,
     part_tokens: int = PART_TOKENS,
     wide: tuple[int, int, int, int] | None = None,
     short: tuple[int, int, int, int] = (SHORT_ROWS, SHORT_TOKENS, 8, 2),
@@ -67,7 +71,8 @@ def mla_prefill(
         "MAX_PARTS": max(1, PART_PROGRAMS // heads),
         "BLOCK_N": short[1],
     }
-    plan = _make_plan(cu_seqlens, seq_lens, T, min_rows, wide[0], short[0], cut)
+    room = max(MAX_RATIO * T, min_room)
+    plan = _make_plan(cu_seqlens, seq_lens, T, room, min_rows, wide[0], short[0], cut)
     P = kv_pool.shape[2] - R
     K, V = q.shape[2] - P, v_head_dim
     shape = {"HEADS": heads, "R": R, "P": P, "K": K, "V": V}
@@ -75,7 +80,7 @@ def mla_prefill(
     x = _Inputs(q, kv_pool, kv_b_weight, block_table, (cu_seqlens, seq_lens, plan.numbers), plan)
     scale_log2 = scale * math.log2(math.e)
     if min_rows <= T:
-        _attend_wide(x, out, wide, scale_log2, shape)
+        _attend_wide(x, out, room, wide, scale_log2, shape)
     _attend_short(x, out, short, scale_log2, shape | cut)
     return out
 
@@ -99,12 +104,13 @@ class _Inputs(NamedTuple):
 def _attend_wide(
     x: _Inputs,
     out: Tensor,
+    room: int,
     tile: tuple[int, int, int, int],
     scale_log2: float,
     shape: dict[str, int],
 ) -> None:
     heads, width, plan = shape["HEADS"], shape["K"] + shape["V"], x.plan
-    packed = _pack(x.kv_pool, x.block_table, plan, x.q.shape[0])
+    packed = _pack(x.kv_pool, x.block_table, plan, room)
     group = _heads_at_once(packed.shape[0], heads, width)
     for first in range(0, heads, group):
         rows = slice(first * width, (first + group) * width)
@@ -160,6 +166,7 @@ def _make_plan(
     cu_seqlens: Tensor,
     seq_lens: Tensor,
     T: int,
+    room: int,
     min_rows: int,
     wide_rows: int,
     short_rows: int,
@@ -174,7 +181,7 @@ def _make_plan(
     short_tiles = wide_tiles + 3 * num_wide
     numbers = cu_seqlens.new_empty(short_tiles + 3 * num_short * cut["MAX_PARTS"])
     _plan_kernel[(N,)](
-        *(cu_seqlens, seq_lens, numbers, N, wide_tiles, short_tiles),
+        *(cu_seqlens, seq_lens, numbers, N, room, wide_tiles, short_tiles),
         MIN_ROWS=min_rows,
         MAX_RATIO=MAX_RATIO,
         WIDE_ROWS=wide_rows,
@@ -187,9 +194,9 @@ def _make_plan(
     return _Plan(numbers, num_wide, wide_tiles, short_tiles)
 
 
-def _pack(kv_pool: Tensor, block_table: Tensor, plan: _Plan, T: int) -> Tensor:
+def _pack(kv_pool: Tensor, block_table: Tensor, plan: _Plan, room: int) -> Tensor:
     """The latents of all wide sequences, one after the other; rows past them: anything."""
-    packed = kv_pool.new_empty(MAX_RATIO * T, kv_pool.shape[2])
+    packed = kv_pool.new_empty(room, kv_pool.shape[2])
     _pack_kernel[(triton.cdiv(packed.shape[0], PACK_ROWS),)](
         *(kv_pool, block_table, plan.numbers, packed, block_table.shape[0], block_table.shape[1]),
         W=kv_pool.shape[2],
@@ -223,37 +230,26 @@ def _cut(tokens, PART_TOKENS: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK_N: tl
 
 
 @triton.jit
-def _counts(
-    cu_seqlens,
-    seq_lens,
-    n,
-    mask,
-    MIN_ROWS: tl.constexpr,
-    MAX_RATIO: tl.constexpr,
-    WIDE_ROWS: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
-    PART_TOKENS: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Of sequence n: tokens to expand, wide tiles, short tiles, and parts of a tile."""
+def _wide_tokens(cu_seqlens, seq_lens, n, mask, MIN_ROWS: tl.constexpr, MAX_RATIO: tl.constexpr):
+    """Rows and tokens of sequence n; the tokens that there is always room for, and those for which
+    there may be.
+    """
     begin = tl.load(cu_seqlens + n, mask=mask, other=0)
     rows = tl.load(cu_seqlens + n + 1, mask=mask, other=0) - begin
     tokens = tl.load(seq_lens + n, mask=mask, other=0)
-    is_wide = (rows >= MIN_ROWS) & (tokens <= MAX_RATIO * rows)
-    expanded = tl.where(is_wide, tokens, 0)
-    wide = tl.where(is_wide, (rows + WIDE_ROWS - 1) // WIDE_ROWS, 0)
-    short = tl.where(is_wide, 0, (rows + SHORT_ROWS - 1) // SHORT_ROWS)
-    parts, _ = _cut(tokens, PART_TOKENS, MAX_PARTS, BLOCK_N)
-    return expanded, wide, short, parts
+    is_many = rows >= MIN_ROWS
+    sure = tl.where(is_many & (tokens <= MAX_RATIO * rows), tokens, 0)
+    maybe = tl.where(is_many & (tokens > MAX_RATIO * rows), tokens, 0)
+    return rows, tokens, sure, maybe
 
 
-@triton.jit(do_not_specialize=["N", "wide_tiles", "short_tiles"])
+@triton.jit(do_not_specialize=["N", "room", "wide_tiles", "short_tiles"])
 def _plan_kernel(
     cu_seqlens,
     seq_lens,
     numbers,
     N,
+    room,
     wide_tiles,
     short_tiles,
     MIN_ROWS: tl.constexpr,
@@ -268,31 +264,45 @@ def _plan_kernel(
 ):
     """Program n counts what comes before its sequence and writes what belongs to it."""
     n = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    for first in range(0, N, BLOCK):
+        m = first + lane
+        _, _, sure, _ = _wide_tokens(cu_seqlens, seq_lens, m, m < N, MIN_ROWS, MAX_RATIO)
+        room -= tl.sum(sure, axis=0)
+    most = room
+    # before sequence n, and of itself: tokens to expand, wide tiles, parts of short tiles, joins
     expanded, wide, short, joins = 0, 0, 0, 0
-    for first in range(0, n, BLOCK):
-        m = first + tl.arange(0, BLOCK)
-        e, w, s, parts = _counts(
-            *(cu_seqlens, seq_lens, m, m < n, MIN_ROWS, MAX_RATIO, WIDE_ROWS, SHORT_ROWS),
-            *(PART_TOKENS, MAX_PARTS, BLOCK_N),
+    own_expanded, own_wide, own_short, own_parts = 0, 0, 0, 0
+    for first in range(0, n + 1, BLOCK):
+        m = first + lane
+        rows, tokens, sure, maybe = _wide_tokens(
+            cu_seqlens, seq_lens, m, m <= n, MIN_ROWS, MAX_RATIO
         )
-        expanded += tl.sum(e, axis=0)
-        wide += tl.sum(w, axis=0)
-        short += tl.sum(s * parts, axis=0)
-        joins += tl.sum(tl.where(parts > 1, s, 0), axis=0)
-    e, w, s, parts = _counts(
-        *(cu_seqlens, seq_lens, n, True, MIN_ROWS, MAX_RATIO, WIDE_ROWS, SHORT_ROWS),
-        *(PART_TOKENS, MAX_PARTS, BLOCK_N),
-    )
+        maybe = tl.where(maybe <= most, maybe, 0)  # who fits into no room takes none from others
+        fits = (maybe > 0) & (tl.cumsum(maybe, axis=0) <= room)
+        room -= tl.sum(maybe, axis=0)
+        e = tl.where(fits, maybe, sure)
+        w = tl.where(e > 0, (rows + WIDE_ROWS - 1) // WIDE_ROWS, 0)
+        s = tl.where(e > 0, 0, (rows + SHORT_ROWS - 1) // SHORT_ROWS)
+        parts, _ = _cut(tokens, PART_TOKENS, MAX_PARTS, BLOCK_N)
+        expanded += tl.sum(tl.where(m < n, e, 0), axis=0)
+        wide += tl.sum(tl.where(m < n, w, 0), axis=0)
+        short += tl.sum(tl.where(m < n, s * parts, 0), axis=0)
+        joins += tl.sum(tl.where((m < n) & (parts > 1), s, 0), axis=0)
+        own_expanded += tl.sum(tl.where(m == n, e, 0), axis=0)
+        own_wide += tl.sum(tl.where(m == n, w, 0), axis=0)
+        own_short += tl.sum(tl.where(m == n, s, 0), axis=0)
+        own_parts += tl.sum(tl.where(m == n, parts, 0), axis=0)
     tl.store(numbers + PLAN_HEAD + n, expanded)
     if n == N - 1:
-        tl.store(numbers, expanded + e)
-        tl.store(numbers + 1, wide + w)
-        tl.store(numbers + 2, short + s * parts)
-        tl.store(numbers + 3, joins + tl.where(parts > 1, s, 0))
-        tl.store(numbers + PLAN_HEAD + N, expanded + e)
+        tl.store(numbers, expanded + own_expanded)
+        tl.store(numbers + 1, wide + own_wide)
+        tl.store(numbers + 2, short + own_short * own_parts)
+        tl.store(numbers + 3, joins + tl.where(own_parts > 1, own_short, 0))
+        tl.store(numbers + PLAN_HEAD + N, expanded + own_expanded)
     # the last rows first: they see the most
-    _write_tiles(numbers + wide_tiles + 3 * wide, n, w, 1, WIDE_ROWS, BLOCK)
-    _write_tiles(numbers + short_tiles + 3 * short, n, s, parts, SHORT_ROWS, BLOCK)
+    _write_tiles(numbers + wide_tiles + 3 * wide, n, own_wide, 1, WIDE_ROWS, BLOCK)
+    _write_tiles(numbers + short_tiles + 3 * short, n, own_short, own_parts, SHORT_ROWS, BLOCK)
 
 
 @triton.jit

@@ -196,14 +196,14 @@ def test_mla_decode_in_launches(triton: Kernels, device: str, dtype, monkeypatch
 def test_mla_prefill(
     triton: Kernels, device: str, dtype: torch.dtype, lengths, seq_lens, part_tokens, monkeypatch
 ):
-    """Wide from 16 rows, but for the last, whose context is too long for that."""
+    """Wide from 16 rows, also the last, for whose context there is room by far."""
     dims = {"R": 24, "P": 8, "K": 24, "V": 20, "dtype": dtype, "device": device}
     case = mla_prefill_case(lengths, seq_lens, 2, **dims)
     module = triton["latent_prefill"]
     if device == "cpu":
         monkeypatch.setattr(module, "_expand", expand_fp32)
     monkeypatch.setattr(module, "KV_BYTES", 1)  # a head at a time
-    tiles = {"min_rows": 16, "part_tokens": part_tokens}
+    tiles = {"min_rows": 16, "min_room": 1000, "part_tokens": part_tokens}
     tiles |= {"wide": (16, 16, 4, 2), "short": (16, 16, 4, 2)}
     o, _ = check(module.mla_prefill, reference.mla_prefill_ref, case, is_strict=False, **tiles)
     assert_same("padding", o[sum(lengths) :], torch.zeros_like(o[sum(lengths) :]))
@@ -216,6 +216,31 @@ def test_mla_prefill(
         one["q"] = case["q"][begin : begin + length]
         alone = module.mla_prefill(**(case | one), **tiles)
         assert_same(f"alone {n}", alone, o[begin : begin + length])
+
+
+@pytest.mark.usefixtures("nan_memory")
+def test_mla_prefill_without_room(
+    triton: Kernels, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """There is room for 318 tokens, 2 a row. Contexts of 70, 20 and 31 tokens always fit, with so
+    many rows; of the 197 that are left, 150 go to the first that fits, and 90 don't fit then.
+    """
+    lengths, seq_lens = [35, 0, 33, 17, 20, 18, 31], [70, 0, 500, 150, 20, 90, 31]
+    dims = {"R": 24, "P": 8, "K": 24, "V": 20, "dtype": dtype, "device": device}
+    case = mla_prefill_case(lengths, seq_lens, 2, **dims)
+    module = triton["latent_prefill"]
+    if device == "cpu":
+        monkeypatch.setattr(module, "_expand", expand_fp32)
+    monkeypatch.setattr(module, "MAX_RATIO", 2)
+    plans, make_plan = [], module._make_plan
+    monkeypatch.setattr(
+        module, "_make_plan", lambda *args: plans.append(make_plan(*args)) or plans[-1]
+    )
+    tiles = {"min_rows": 16, "min_room": 0, "part_tokens": 32}
+    tiles |= {"wide": (16, 16, 4, 2), "short": (16, 16, 4, 2)}
+    check(module.mla_prefill, reference.mla_prefill_ref, case, is_strict=False, **tiles)
+    starts = plans[0].numbers[module.PLAN_HEAD : module.PLAN_HEAD + len(lengths) + 1].tolist()
+    assert starts == [0, 70, 70, 70, 220, 240, 240, 271]
 
 
 def expand_fp32(latent: Tensor, weight: Tensor, numbers: Tensor) -> Tensor:
