@@ -90,6 +90,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         "\n".join(f"- {line}" for line in meta.get("engine", [])),
         *_first_tokens(data),
         *_prefill(data),
+        *_turns(data["meta"].get("turns", [])),
         *_decode(data),
         *_rest(data),
     ]
@@ -164,6 +165,24 @@ def _prefill(data: Mapping[str, Any]) -> list[str]:
     return ["## Prefill of one prompt", _table(heads, table), note.strip()]
 
 
+def _turns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    table = [
+        [
+            *(f"{row[key]:,}" for key in ("context", "cached", "new")),
+            _ms(row["ms"]),
+            row["forwards"],
+            _ms(row["context_ms"]),
+        ]
+        for row in rows
+    ]
+    heads = ["context", "of it cached", "new tokens", "first token ms", "forwards"]
+    heads.append("context alone, nothing cached, ms")
+    text = "## A turn\n\nA prompt that goes on from one that was answered."
+    return [text, _table(heads, table)]
+
+
 def _decode(data: Mapping[str, Any]) -> list[str]:
     rows = data["decode"]
     if not rows:
@@ -186,19 +205,14 @@ def _decode(data: Mapping[str, Any]) -> list[str]:
     ]
     heads = ["batch", "step us", "floor us", "step/floor", "host us", "all cores"]
     heads += ["KDA op us", "KDA/floor", "eager us", "transformers + FLA us"]
-    host = "the median of all steps"
-    if any("cores" in found for found in hosts.values()):
-        host = (
-            "the median of the steps on one core, of several the one where it is least. Other "
-            "people's work on a core may empty its caches while the device works, and can only "
-            "add to it. All cores: the least and the greatest of their medians, and the median of "
-            "these"
-        )
     text = (
         f"## Decode after {data['meta'].get('decode_context')} tokens\n\nFloor: weights of the "
         "experts that the step wakes and all others once, states and windows read and written, "
         "the cache read, at the speed of a copy. Host: all that it does for a step but wait for "
-        f"the device; {host}."
+        "the device; the median of the steps on one core, of several the one where it is least. "
+        "Other people's work on a core may empty its caches while the device works, and can only "
+        "add to it. All cores: the least and the greatest of their medians, and the median of "
+        "these."
     )
     return [text, _table(heads, table)]
 
@@ -236,7 +250,7 @@ def _number(value: float | None) -> str:
 
 
 def _cores(host: Mapping[str, float | None] | None) -> str:
-    if host is None or "cores" not in host:  # measured before cores were compared
+    if host is None:
         return ""
     if host["cores"] == 0:
         return "can't be chosen"

@@ -44,7 +44,7 @@ from .workloads import (
 )
 
 MODES = {"single_pass": {}, "two_pass": {"num_prefill_checkpoint_blocks": 0}}
-STAGES = ("closed", "prefill", "decode", "burst", "greedy", "idle", "profile", "warm")
+STAGES = ("closed", "prefill", "turns", "decode", "burst", "greedy", "idle", "profile", "warm")
 HOST_CORES = 8  # that measured decode steps are spread over, if there are as many
 SETTLING = 2  # first steps on a core, in whose caches nothing of ours is yet
 
@@ -61,6 +61,8 @@ class Sizes:
     requests: int  # of a stream, after one to warm up
     burst_new: int
     prefill: tuple[int, ...]
+    turns: tuple[int, ...]  # tokens of a context that is cached
+    turn: int  # new tokens behind it
     batches: tuple[int, ...]  # of decode
     context: int  # tokens before decode
     decode_steps: int  # measured
@@ -146,6 +148,7 @@ class Bench:
             stages: dict[str, Callable[[], None]] = {
                 "closed": lambda: self.streams("closed", closed_loop, self.sizes.new),
                 "prefill": self.prefill,
+                "turns": self.turns,
                 "decode": self.decode,
                 "burst": lambda: self.streams("burst", bursts, self.sizes.burst_new),
                 "greedy": self.greedy,
@@ -312,12 +315,44 @@ class Bench:
         self.data["meta"]["eager_prefill_ms"] = {str(self.sizes.prompt): _short(_median(ms[1:]))}
 
     def prompt_ms(self, rng: random.Random, tokens: int) -> float:
-        vocab = self.runner.model.config.vocab_size
-        client = Client(self.engine("single_pass", TimedRunner(self.runner)), num_new=1)
-        request_id = client.submit(rng.choices(range(vocab), k=tokens))
+        return 1e3 * self.first_token(self.client(), self.prompt(rng, tokens)).ttft
+
+    def turns(self) -> None:
+        """A prompt that goes on from one whose states and KV are cached."""
+        rng, rows = random.Random(self.options.seed), []
+        for context in self.sizes.turns:
+            client, prompt = self.client(), self.prompt(rng, context)
+            alone = self.first_token(client, prompt)
+            counters = client.engine.scheduler.cache.counters
+            found, before = [], counters.hit_tokens
+            for _ in range(4):
+                turn = [*prompt, *self.prompt(rng, self.sizes.turn)]
+                found.append(self.first_token(client, turn))
+            row = {
+                "context": context,
+                "new": self.sizes.turn,
+                "cached": (counters.hit_tokens - before) // len(found),
+                "context_ms": _short(1e3 * alone.ttft),
+                "ms": _short(_median([1e3 * record.ttft for record in found[1:]])),
+                "forwards": statistics.mean(record.num_prefills for record in found),
+            }
+            rows.append(row)
+            self.say(f"turn {row}")
+        self.data["meta"]["turns"] = rows
+
+    def client(self) -> Client:
+        """Of an engine with an empty cache."""
+        return Client(self.engine("single_pass", TimedRunner(self.runner)), num_new=1)
+
+    def prompt(self, rng: random.Random, tokens: int) -> list[int]:
+        return rng.choices(range(self.runner.model.config.vocab_size), k=tokens)
+
+    def first_token(self, client: Client, prompt: Sequence[int]) -> RequestRecord:
+        """Of a prompt that is alone."""
+        request_id = client.submit(prompt)
         while client.engine.has_work:
             client.step()
-        return 1e3 * client.records[request_id].ttft
+        return client.records[request_id]
 
     def decode(self) -> None:
         """Steps of decode rows alone."""

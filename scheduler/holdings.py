@@ -195,7 +195,7 @@ class Holdings:
             position, slot = live.grid_state
             live.slots = tuple([own for own in live.slots if own != slot])
             self._keep(live, slot, position, Kind.DECODE)
-        position = live.request.num_computed_tokens
+        position = live.num_computed
         if position and position % self.cache.unit == 0 and position <= live.num_proven:
             key = self.key_at(live, position)
             if key is not None and not self.cache.has_state(key):

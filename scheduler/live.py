@@ -23,7 +23,10 @@ class KeptState:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request and all that it holds. Nothing of the second half is held while it waits."""
+    """A request and all that it holds. Nothing of the second half is held while it waits.
+
+    While it is in a `Run`, its counters (from `num_computed` on) are those of before.
+    """
 
     request: Request
     order: tuple[int, int]  # priority, arrival
@@ -45,7 +48,8 @@ class LiveRequest:
     plan: dict[int, Kind] = field(default_factory=dict)  # states to keep of this prefill
     prefill_end: int = 0  # tokens of this prefill, those found included
     kv_cached: int = 0  # tokens whose KV was found
-    scheduled_end: int = 0  # num_computed_tokens when all steps have retired
+    num_computed: int = 0  # tokens that have state and KV now
+    scheduled_end: int = 0  # num_computed when all steps have retired
     num_proven: int = 0  # tokens whose KV is complete, draft layers included
     num_in_flight: int = 0  # steps with a row of it
     last_step: int = -1  # newest step with a row of it

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..cache.policy import Kind, replay_boundary
 from ..cache.prefix_cache import Match
@@ -15,6 +15,7 @@ from .limits import Limits
 from .live import Flight, KeptState, LiveRequest, SchedulerCounters
 from .queues import Queues, order_of
 from .request import RequestStatus
+from .run import Run
 
 # the name of a member is looked up by a descriptor in Python 3.11: 70 ns
 _RUNNING = RequestStatus.RUNNING
@@ -77,6 +78,50 @@ class Pass:
 
     def plan(self) -> Flight:
         """The step, not yet in flight; it may have no rows."""
+        return self._repeat() or self._look_at_all()
+
+    def _repeat(self) -> Flight | None:
+        """The rows of the step before, one token on, if a look at all requests would choose those.
+
+        None, and nothing changed: it would not, or it may not.
+        """
+        flights, queues = self.holdings.flights, self.queues
+        if len(flights) != 1 or self.limits.num_speculative_tokens or self._may_admit():
+            return None
+        (before,) = flights
+        run = queues.run
+        if run is None:
+            running = queues.running
+            if before.batch.num_decode_rows < len(running) or before.requests != running:
+                return None
+            run = Run(before, self.cache.lookahead)
+        columns: Any = before.batch.columns
+        starts, size = columns.end, self.block_size
+        due = [row for row, start in enumerate(starts) if not start % size]
+        if self.step > run.last_step or len(due) > self.cache.num_available_blocks:
+            return None
+        queues.run = run
+        sources = columns.src_slot
+        if before.pinned_slots:
+            # some went on in a fresh slot
+            sources = tuple([slot for (slot,) in columns.dst_slots])
+        for row in due:
+            live = run.write_back(row, num_in_flight=1)
+            has_room = self._take_room(live, starts[row], starts[row] + 1)
+            assert has_room, "there was a block for each"
+        run.moved.update(due)
+        columns = _one_token_on(columns, run, sources)
+        run.scheduled, run.newest_step = columns.end, self.step
+        batch = ScheduledBatch(self.step, columns, len(starts))
+        return Flight(batch, before.requests, before.exports, self.pinned_slots)
+
+    def _may_admit(self) -> bool:
+        """Whether a waiting request may come in: there is a seat, or a later request to preempt."""
+        running, waiting = self.queues.running, self.queues.waiting
+        return bool(waiting) and not (self._is_full and waiting[0].order > running[-1].order)
+
+    def _look_at_all(self) -> Flight:
+        self.queues.end_run()
         running, waiting = self.queues.running, self.queues.waiting
         num_decoding = sum([live.scheduled_end >= live.prefill_end for live in running])
         self.budget -= num_decoding * self.limits.row_tokens
@@ -121,12 +166,9 @@ class Pass:
             token_ids, prev_row = (0,), live.last_row
         src = live.slots[0]
         # the table covers what was there before, and a unit begins where a block does
-        if start % block_size == 0 or end - start > 1:
-            missing = -(-end // block_size) - len(live.table)
-            if missing > 0 and not self._take_blocks(live, missing):
-                return
-            if start % self.cache.unit == 0:
-                self._keep_running(live, start)
+        needs_room = start % block_size == 0 or end - start > 1
+        if needs_room and not self._take_room(live, start, end):
+            return
         if live.grid_state is not None:
             position, slot = live.grid_state
             live.grid_state = None
@@ -219,6 +261,15 @@ class Pass:
         self.holdings.announce(live, position, self.step)
 
     # room
+
+    def _take_room(self, live: LiveRequest, start: int, end: int) -> bool:
+        """Blocks for a decode row, and where a unit begins a slot for what its state becomes."""
+        missing = -(-end // self.block_size) - len(live.table)
+        if missing > 0 and not self._take_blocks(live, missing):
+            return False
+        if start % self.cache.unit == 0:
+            self._keep_running(live, start)
+        return True
 
     def _take_blocks(self, live: LiveRequest, count: int) -> bool:
         blocks = None
@@ -352,11 +403,10 @@ class Pass:
         request = live.request
         if request.num_preemptions == 0:
             request.num_cached_tokens = start
-        request.num_computed_tokens = start
         live.node = match.node
         live.kv_cached = match.node.depth * self.cache.unit
         live.prefill_end = len(live.token_ids)
-        live.scheduled_end = live.num_proven = start
+        live.scheduled_end = live.num_computed = live.num_proven = start
         if match.source is not None:
             self.pinned_slots.append(match.source.slot)
         for _ in range(self.limits.row_tokens):
@@ -449,3 +499,23 @@ class Pass:
             sample_index=live.prefill_end - live.request.num_prompt_tokens,
             next_token_ids=live.token_ids[end : end + lookahead] if lookahead else (),
         )
+
+
+def _one_token_on(columns: Any, run: Run, sources: Sequence[int]) -> Any:
+    """Columns of the next step of a run; `sources`: the slots to read."""
+    starts, count = columns.end, len(columns.end)
+    if run.moved:
+        slots, tables = [*columns.dst_slots], [*columns.block_table]
+        for row in run.moved:
+            slots[row], tables[row] = run.requests[row].slots, run.requests[row].table
+        columns = columns._replace(dst_slots=tuple(slots), block_table=tuple(tables))
+        run.moved.clear()
+    return columns._replace(
+        start=starts,
+        end=tuple([start + 1 for start in starts]),
+        token_ids=((0,),) * count,
+        prev_row=tuple(range(count)),
+        src_slot=sources,
+        kv_start=starts,
+        sample_index=tuple([index + 1 for index in columns.sample_index]),
+    )

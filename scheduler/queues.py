@@ -5,6 +5,7 @@ from bisect import bisect_left, insort
 from .holdings import Holdings
 from .live import LiveRequest
 from .request import RequestStatus
+from .run import Run
 
 
 class Queues:
@@ -16,6 +17,7 @@ class Queues:
         self.waiting: list[LiveRequest] = []
         self.running: list[LiveRequest] = []
         self.draining: dict[str, LiveRequest] = {}  # PREEMPTED or FINISHED, with steps in flight
+        self.run: Run | None = None  # of all that run
 
     def add(self, live: LiveRequest) -> None:
         """A new request waits."""
@@ -24,12 +26,14 @@ class Queues:
 
     def start(self, live: LiveRequest) -> None:
         """WAITING -> RUNNING."""
+        assert self.run is None
         live.request.status = RequestStatus.RUNNING
         _remove(self.waiting, live)
         insort(self.running, live, key=order_of)
 
     def preempt(self, live: LiveRequest, *, is_discarded: bool = False) -> None:
         """RUNNING -> WAITING, by way of PREEMPTED while steps of it are in flight."""
+        self.end_run()
         live.request.num_preemptions += 1
         self._stop(live, RequestStatus.PREEMPTED, is_discarded=is_discarded)
 
@@ -40,7 +44,21 @@ class Queues:
             live.request.status = RequestStatus.FINISHED
             del self.lives[live.request_id]
         else:
+            self.end_run()
             self._stop(live, RequestStatus.FINISHED, is_discarded=is_discarded)
+
+    def end_run(self) -> None:
+        """From here on each request is looked at again."""
+        self.write_back()
+        self.run = None
+
+    def write_back(self) -> None:
+        """Makes the counters of the requests in a run true."""
+        run = self.run
+        if run is not None:
+            num_in_flight = len(self._holdings.flights)
+            for row in range(len(run.requests)):
+                run.write_back(row, num_in_flight)
 
     def _stop(self, live: LiveRequest, status: RequestStatus, *, is_discarded: bool) -> None:
         if live.request.status is RequestStatus.RUNNING:
@@ -58,7 +76,7 @@ class Queues:
         self._holdings.release(live)
         if live.request.status is RequestStatus.PREEMPTED:
             live.request.status = RequestStatus.WAITING
-            live.request.num_computed_tokens = 0
+            live.num_computed = 0
             insort(self.waiting, live, key=order_of)
         else:
             del self.lives[live.request_id]

@@ -87,7 +87,6 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     num_cached_tokens: int = field(default=0, init=False)  # found when it was first admitted
-    num_computed_tokens: int = field(default=0, init=False)  # have state and KV now
     num_preemptions: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:

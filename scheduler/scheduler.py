@@ -12,6 +12,7 @@ from .live import Flight, LiveRequest, SchedulerCounters
 from .planning import Pass
 from .queues import Queues
 from .request import Request, RequestOutputs, RequestStatus
+from .run import Run
 
 # for the sake of every row of every step: see planning.py
 _RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
@@ -187,6 +188,11 @@ class Scheduler:
             self._drop(flight)
             return RequestOutputs([])
         _check_tokens(batch, tokens)
+        run = self.queues.run
+        if run is not None and run.goes_on(batch.step, tokens):
+            self.holdings.retire(flight)
+            return self._commit_run(run, batch, tokens)
+        self.queues.end_run()
         self.holdings.retire(flight)
         outputs = self._commit_rows(flight, tokens)
         if drafts:
@@ -210,6 +216,7 @@ class Scheduler:
         if flight.has_failed:
             self._drop(flight)
             return RequestOutputs([])
+        self.queues.end_run()
         self.holdings.retire(flight)
         self.counters.failed_steps += 1
         outputs: list[tuple] = []
@@ -290,7 +297,7 @@ class Scheduler:
                 self.counters.prefill_tokens += end - start
                 self.counters.exports += len(flight.exports[index])
                 live.kept.extend(flight.exports[index])
-            request.num_computed_tokens = end
+            live.num_computed = end
             # KV of draft layers is complete where the tokens that it looks ahead to were known
             proven = known - lookahead
             if proven >= end:
@@ -304,6 +311,25 @@ class Scheduler:
             elif status is not _RUNNING and not live.num_in_flight:
                 self.queues.settle(live)
         self.counters.decode_tokens += num_generated
+        return RequestOutputs(outputs)
+
+    def _commit_run(
+        self, run: Run, batch: ScheduledBatch, tokens: Sequence[Sequence[int]]
+    ) -> RequestOutputs:
+        """Rows of which none ends: each takes its token, and few publish."""
+        columns, unit, lookahead = batch.columns, self.cache.unit, self.cache.lookahead
+        outputs: list[tuple] = []
+        for live, name, new in zip(run.requests, columns.request_id, tokens, strict=True):
+            live.token_ids.append(new[0])
+            outputs.append((name, tuple(new), None, None))
+        self.counters.decode_tokens += len(outputs)
+        run.computed = columns.end
+        for row, end in enumerate(columns.end):
+            # the state that it left is kept there, and visible when its KV is complete
+            if not end % unit or not (end - lookahead) % unit:
+                live = run.write_back(row, len(self.holdings.flights))
+                self.holdings.publish(live, batch.step)
+                run.moved.add(row)
         return RequestOutputs(outputs)
 
     def _choose_slot(

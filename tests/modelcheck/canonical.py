@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from torch_kda.cache.node import Node
 from torch_kda.scheduler.live import Flight, KeptState, LiveRequest
 from torch_kda.scheduler.request import RequestStatus
+from torch_kda.scheduler.run import Run
+from torch_kda.tests.modelcheck.invariants import on_settled
 
 if TYPE_CHECKING:
     from torch_kda.tests.modelcheck.world import World
@@ -38,6 +40,7 @@ def digest(world: "World") -> int:
     return int.from_bytes(blake2b(dumps(canonical(world), 2), digest_size=8).digest(), "little")
 
 
+@on_settled
 def canonical(world: "World") -> tuple:
     """Nested tuples of numbers and bytes."""
     scheduler, cache, ghost = world.scheduler, world.cache, world.ghost
@@ -72,7 +75,12 @@ def canonical(world: "World") -> tuple:
     if cache.lookahead:
         draft_kv = tuple([tuple(ghost.draft_kv[b * size : b * size + size]) for b in blocks])
     counts = (world.num_submitted, world.num_disturbed, cache.block_pool.num_free)
-    return (counts, requests, in_flight, nodes, announced, prev, held, kv, draft_kv)
+    run = _run(scheduler.queues.run)
+    return (counts, requests, in_flight, nodes, announced, prev, held, kv, draft_kv, run)
+
+
+def _run(run: Run | None) -> tuple:
+    return () if run is None else (True, *sorted(run.moved))
 
 
 def _live(
@@ -87,7 +95,7 @@ def _live(
     head = (
         int(request.request_id[1:]) % len(world.scope.requests),
         STATUSES[request.status],
-        request.num_computed_tokens,
+        live.num_computed,
         live.token_ids.tobytes(),
         # whom it waited for matters as long as that one is there
         tuple(sorted((names[w], key) for w, key in live.deferred_to.items() if w in names)),

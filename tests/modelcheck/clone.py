@@ -22,6 +22,7 @@ from torch_kda.scheduler.limits import Limits
 from torch_kda.scheduler.live import Flight, KeptState, LiveRequest, SchedulerCounters
 from torch_kda.scheduler.queues import Queues
 from torch_kda.scheduler.request import Request, RequestStatus, SamplingParams
+from torch_kda.scheduler.run import Run
 from torch_kda.scheduler.scheduler import Scheduler
 from torch_kda.tests.scheduler.ghost import PoisonedBlocks, PoisonedStates, Truth
 
@@ -37,8 +38,8 @@ SHARED: set[type] = {
 }
 MUTABLE: set[type] = {
     *(CacheCounters, EvictionOrder, EvictionQueue, Flight, Holdings, LiveRequest, Node),
-    *(PoisonedBlocks, PoisonedStates, PrefixCache, Queues, Request, Scheduler, SchedulerCounters),
-    Truth,
+    *(PoisonedBlocks, PoisonedStates, PrefixCache, Queues, Request, Run, Scheduler),
+    *(SchedulerCounters, Truth),
 }
 # fields with lists of values that never change: copied without a look at each of them
 FLAT = {

@@ -1,17 +1,31 @@
 """What must hold after every action, and what an action found before it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING
 
 from torch_kda.cache.node import Node
 from torch_kda.cache.state_pool import SlotStatus
 from torch_kda.scheduler.holdings import Announced
+from torch_kda.scheduler.integrity import settled
 from torch_kda.scheduler.live import LiveRequest
 from torch_kda.scheduler.request import RequestOutput, RequestStatus
 from torch_kda.tests.modelcheck.scope import END, GOOD
 
 if TYPE_CHECKING:
     from torch_kda.tests.modelcheck.world import World
+
+
+def on_settled(rule: Callable) -> Callable:
+    """The rule, or whatever looks at a world, sees true counters of requests in a run."""
+
+    @wraps(rule)
+    def look(world: "World", *args):
+        with settled(world.scheduler.queues):
+            return rule(world, *args)
+
+    return look
 
 
 @dataclass(slots=True)
@@ -40,15 +54,16 @@ class Before:
     over_cap: int
     preemptions: int
 
-    @classmethod
-    def of(cls, world: "World") -> "Before":
+    @staticmethod
+    @on_settled
+    def of(world: "World") -> "Before":
         scheduler, counters = world.scheduler, world.cache.counters
         nodes = {node.key: node for node in world.cache.nodes()}
         lives = {
             name: LiveBefore(
                 live.request.status,
                 live.num_in_flight,
-                live.request.num_computed_tokens,
+                live.num_computed,
                 live.num_proven,
                 live.is_discarded,
                 len(live.table),
@@ -56,7 +71,7 @@ class Before:
             )
             for name, live in scheduler.queues.lives.items()
         }
-        return cls(
+        return Before(
             nodes,
             {key: node.slot for key, node in nodes.items()},
             lives,
@@ -70,6 +85,7 @@ class Before:
         )
 
 
+@on_settled
 def check(world: "World") -> None:
     """Books agree (I06, I07, I25, I27); what is visible is right (I01, I14), and what runs too."""
     world.scheduler.check_integrity()
@@ -103,7 +119,7 @@ def _check_announcements(world: "World") -> None:
 
 def _check_running(world: "World", live: LiveRequest) -> None:
     """State and KV of the tokens that count as computed are there (I15)."""
-    ghost, cache, done = world.ghost, world.cache, live.request.num_computed_tokens
+    ghost, cache, done = world.ghost, world.cache, live.num_computed
     hashes, size = ghost.truths[live.request_id].hashes, cache.block_size
     assert live.node is not None
     if not live.num_in_flight:

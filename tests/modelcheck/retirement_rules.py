@@ -8,12 +8,13 @@ from torch_kda.cache.policy import Kind
 from torch_kda.scheduler.batch import ScheduledRow
 from torch_kda.scheduler.live import Flight, LiveRequest
 from torch_kda.scheduler.request import RequestOutput, RequestStatus
-from torch_kda.tests.modelcheck.invariants import Before
+from torch_kda.tests.modelcheck.invariants import Before, on_settled
 
 if TYPE_CHECKING:
     from torch_kda.tests.modelcheck.world import World
 
 
+@on_settled
 def check_commit(
     world: "World", before: Before, flight: Flight, outputs: Sequence[RequestOutput]
 ) -> None:
@@ -42,7 +43,7 @@ def check_commit(
             known = max(live.num_proven, live.kv_cached)
             assert live.node.depth == known // cache.unit, f"{live.num_proven=}"
             if not cache.lookahead:
-                assert live.num_proven == live.request.num_computed_tokens
+                assert live.num_proven == live.num_computed
 
 
 def _num_new(row: ScheduledRow, outputs: Sequence[RequestOutput]) -> int:
@@ -50,6 +51,7 @@ def _num_new(row: ScheduledRow, outputs: Sequence[RequestOutput]) -> int:
     return max((len(o.token_ids) for o in outputs if o.request_id == row.request_id), default=1)
 
 
+@on_settled
 def check_fail(
     world: "World", before: Before, flight: Flight, outputs: Sequence[RequestOutput]
 ) -> None:
@@ -68,6 +70,7 @@ def check_fail(
             assert live.request.status is not RequestStatus.RUNNING
 
 
+@on_settled
 def check_stop(world: "World", before: Before, live: LiveRequest) -> None:
     """A request that had nothing in flight leaves its state behind if that lies on the grid."""
     _check_kept(world, before)

@@ -7,12 +7,13 @@ from torch_kda.scheduler.batch import ScheduledBatch, ScheduledRow
 from torch_kda.scheduler.live import LiveRequest
 from torch_kda.scheduler.request import RequestStatus
 from torch_kda.tests.modelcheck.eviction_rules import is_spent
-from torch_kda.tests.modelcheck.invariants import Before
+from torch_kda.tests.modelcheck.invariants import Before, on_settled
 
 if TYPE_CHECKING:
     from torch_kda.tests.modelcheck.world import World
 
 
+@on_settled
 def check_schedule(world: "World", before: Before, batch: ScheduledBatch) -> None:
     scheduler, limits = world.scheduler, world.scheduler.limits
     lives = scheduler.queues.lives

@@ -232,6 +232,31 @@ SCOPES = (
         requests=(zeros(2, 4), zeros(3, 4)),
         max_disturbances=3,
     ),
+    # step after step of the same rows
+    Scope(
+        name="runs",
+        unit=4,
+        block_size=2,
+        num_slots=7,
+        ends_early=True,
+        requests=(zeros(3, 8), zeros(4, 7)),
+        max_disturbances=1,
+    ),
+    Scope(
+        name="runs while others wait",
+        num_slots=5,
+        num_blocks=10,
+        max_num_seqs=2,
+        requests=(zeros(2, 6, priority=1), zeros(3, 5, priority=1), zeros(5, 2)),
+        max_disturbances=1,
+    ),
+    Scope(
+        name="runs with a draft layer",
+        lookahead=1,
+        num_slots=7,
+        requests=(zeros(2, 8), fork(1, 2, 7)),
+        max_disturbances=1,
+    ),
     # speculation
     Scope(
         name="draft layers",

@@ -5,10 +5,11 @@ from torch_kda.tests.modelcheck.faults import Fault
 POLICY, CHUNKING, HASHING = "cache.policy:", "scheduler.chunking:", "cache.hashing:"
 CACHE, STATES = "cache.prefix_cache:PrefixCache.", "cache.state_pool:StatePool."
 ORDER, HOLDINGS = "cache.eviction:EvictionOrder.", "scheduler.holdings:Holdings."
-QUEUES, PASS, SCHEDULER = (
+QUEUES, PASS, SCHEDULER, RUN = (
     "scheduler.queues:Queues.",
     "scheduler.planning:Pass.",
     "scheduler.scheduler:Scheduler.",
+    "scheduler.run:Run.",
 )
 
 VISIBILITY = (
@@ -96,8 +97,8 @@ VISIBILITY = (
     Fault(
         "the computed count stays where it was",
         SCHEDULER + "_commit_rows",
-        "request.num_computed_tokens = end",
-        "request.num_computed_tokens = start",
+        "live.num_computed = end",
+        "live.num_computed = start",
     ),
 )
 
@@ -647,7 +648,7 @@ ORDERING = (
     ),
     Fault(
         "decode rows not set aside from the budget",
-        PASS + "plan",
+        PASS + "_look_at_all",
         "self.budget -= num_decoding * self.limits.row_tokens",
         "pass",
         scope="no decode states",
@@ -736,6 +737,121 @@ ORDERING = (
     ),
 )
 
+RUNS = (
+    Fault(
+        "a run goes on past an end-of-sequence token",
+        RUN + "goes_on",
+        " and self.stop_ids.isdisjoint([token for (token,) in tokens])",
+        "",
+        scope="runs",
+    ),
+    Fault(
+        "a run goes on past a limit",
+        RUN + "__init__",
+        "self.newest_step + left - 1",
+        "self.newest_step + left",
+        scope="runs",
+    ),
+    Fault(
+        "a run ends a step too late",
+        PASS + "_repeat",
+        "self.step > run.last_step or",
+        "self.step > run.last_step + 1 or",
+        scope="runs",
+    ),
+    Fault(
+        "new blocks of a run's rows are not in its steps",
+        PASS + "_repeat",
+        "run.moved.update(due)",
+        "pass",
+        scope="runs",
+    ),
+    Fault(
+        "blocks that a run's rows share from now on are not in its steps",
+        SCHEDULER + "_commit_run",
+        "run.moved.add(row)",
+        "pass",
+        scope="runs",
+    ),
+    Fault(
+        "a run reads where its state was",
+        PASS + "_repeat",
+        "if before.pinned_slots:",
+        "if False:",
+        scope="runs",
+    ),
+    Fault(
+        "units of a run are not published",
+        SCHEDULER + "_commit_run",
+        "not (end - lookahead) % unit",
+        "False",
+        scope="runs with a draft layer",
+    ),
+    Fault(
+        "states that a run leaves stay reserved",
+        SCHEDULER + "_commit_run",
+        "not end % unit or ",
+        "",
+        scope="runs with a draft layer",
+    ),
+    Fault(
+        "a run publishes KV that its draft layer hasn't completed",
+        RUN + "write_back",
+        "live.num_computed - self.lookahead",
+        "live.num_computed",
+        scope="runs with a draft layer",
+    ),
+    Fault(
+        "what a run has scheduled is forgotten when it ends",
+        QUEUES + "end_run",
+        "self.write_back()",
+        "pass",
+        scope="runs",
+    ),
+    Fault(
+        "a request is preempted out of a run that goes on",
+        QUEUES + "preempt",
+        "self.end_run()",
+        "pass",
+        scope="runs",
+    ),
+    Fault(
+        "a request finishes out of a run that goes on",
+        QUEUES + "finish",
+        "self.end_run()",
+        "pass",
+        scope="runs",
+    ),
+    Fault(
+        "a step of a run fails, and the run goes on",
+        SCHEDULER + "fail",
+        "self.queues.end_run()",
+        "pass",
+        scope="runs",
+    ),
+    Fault(
+        "what a run has computed stays where it was",
+        SCHEDULER + "_commit_run",
+        "run.computed = columns.end",
+        "pass",
+        scope="runs",
+    ),
+    Fault(
+        "a row that is looked at in a run has old counters",
+        PASS + "_repeat",
+        "live = run.write_back(row, num_in_flight=1)",
+        "live = run.requests[row]",
+        scope="runs",
+    ),
+    Fault(
+        "nobody comes in while a run goes on",
+        PASS + "_repeat",
+        " or self._may_admit()",
+        "",
+        scope="runs while others wait",
+    ),
+)
+
 FAULTS = (
     *VISIBILITY,
     *POSITIONS,
@@ -745,4 +861,5 @@ FAULTS = (
     *KEYS,
     *ROWS,
     *ORDERING,
+    *RUNS,
 )

@@ -12,6 +12,7 @@ from torch_kda.scheduler.batch import ScheduledRow
 from torch_kda.scheduler.holdings import Announced
 from torch_kda.scheduler.live import Flight, KeptState, LiveRequest
 from torch_kda.scheduler.request import Request
+from torch_kda.scheduler.run import Run
 from torch_kda.tests.modelcheck.canonical import canonical, digest
 from torch_kda.tests.modelcheck.clone import MUTABLE, clone, field_names
 from torch_kda.tests.modelcheck.scope import Act, Action, Scope
@@ -37,6 +38,11 @@ LEFT_OUT = {
         **dict.fromkeys(("num_prompt_tokens",), TEMPLATE),
         **dict.fromkeys(("num_cached_tokens", "num_preemptions"), COUNTS),
     },
+    Run: {
+        **dict.fromkeys(("requests", "scheduled", "computed", "newest_step"), FOLLOWS),
+        **dict.fromkeys(("last_step", "stop_ids"), FOLLOWS),
+        "lookahead": FIXED,
+    },
     Flight: {},
     ScheduledRow: {"sampling": TEMPLATE},
     KeptState: {},
@@ -59,10 +65,11 @@ IN_FORM = {
     LiveRequest: {
         *("request", "token_ids", "deferred_to", "drafts", "node", "table", "slots"),
         *("grid_state", "kept", "decode_states", "plan", "prefill_end", "kv_cached"),
-        *("scheduled_end", "num_proven", "num_in_flight", "last_step", "last_row"),
+        *("scheduled_end", "num_computed", "num_proven", "num_in_flight", "last_step", "last_row"),
         "is_discarded",
     },
-    Request: {"request_id", "token_ids", "status", "num_computed_tokens"},
+    Request: {"request_id", "token_ids", "status"},
+    Run: {"moved"},
     Flight: {"batch", "requests", "exports", "pinned_slots", "freed_blocks", "has_failed"},
     ScheduledRow: {
         *("request_id", "is_decode", "start", "end", "token_ids", "prev_row", "src_slot"),

@@ -78,7 +78,7 @@ def test_b02_preempted_in_the_same_pass(has_priority):
     low = prompt_of(49)
     bench.submit(request("low", low, priority=1))
     bench.step()
-    assert bench.requests["low"].num_computed_tokens == 32
+    assert bench.scheduler.queues.lives["low"].num_computed == 32
     high = request("high", prompt_of(16, seed=1), priority=0 if has_priority else 2)
     bench.submit(high)
     batch = bench.schedule()

@@ -136,10 +136,11 @@ def test_end_of_sequence_found_while_the_next_step_runs():
     bench = make_bench()
     request = Request("r", prompt, SamplingParams(max_tokens=50, stop_token_ids=(stop,)))
     bench.submit(request)
+    live = bench.scheduler.queues.lives["r"]
     bench.run(depth=2)
     assert bench.outputs["r"] == generate(prompt, 3) and bench.reasons["r"] == "stop"
     assert len(bench.batches) == 4  # the last one ran on
-    assert request.num_computed_tokens == 9
+    assert live.num_computed == 9
     assert request.token_ids.tolist() == [*prompt, *generate(prompt, 3)]
 
 
