@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .options import Positive, check_distinct, read_results
+from .options import MaybeKey, Positive, check_distinct, read_results
 
 _NUMBER, _MAYBE, _TIME = float | int, float | int | None, Positive | None
 SHAPE = {
@@ -12,6 +12,26 @@ SHAPE = {
         **{key: str | None for key in ("gpu", "torch", "commit", "command")},
         **{"model": str, "layers": int},
         "ttft_detail": {str: {str: {"ttft_ms_mean": Positive, "model_ttft_ms_mean": Positive}}},
+        MaybeKey("engine"): [str],
+        MaybeKey("eager_prefill_ms"): {str: _TIME},
+        MaybeKey("eager_decode_us"): {str: _TIME},
+        MaybeKey("turns"): [
+            {
+                **dict.fromkeys(("context", "new", "cached"), int),
+                **{"context_ms": Positive, "ms": Positive, "forwards": _NUMBER},
+            }
+        ],
+        MaybeKey("host_detail"): {
+            str: {"cores": int, "least_us": Positive, "median_us": Positive, "most_us": Positive}
+        },
+        MaybeKey("greedy"): {
+            "mismatches": [
+                {
+                    **{"prompt": int, "position": int, "is_near_tie": bool},
+                    **dict.fromkeys(("gap", "noise"), _NUMBER),
+                }
+            ]
+        },
     },
     "ttft": [
         {
@@ -218,11 +238,15 @@ def _decode(data: Mapping[str, Any]) -> list[str]:
 
 
 def _rest(data: Mapping[str, Any]) -> list[str]:
-    compile_, greedy = data["compile"], data["meta"].get("greedy", {})
+    greedy = data["meta"].get("greedy", {})
+    units = {"graph_breaks": "", "recompiles": "", "cold_s": " s", "warm_s": " s"}
+    breaks, again, cold, warm = (
+        "not measured" if (value := data["compile"][key]) is None else f"{value}{unit}"
+        for key, unit in units.items()
+    )
     lines = [
-        f"- compilation: {compile_['graph_breaks']} graph breaks, {compile_['recompiles']} "
-        f"recompilations after the start; cold start {compile_['cold_s']} s, "
-        f"warm start {compile_['warm_s']} s",
+        f"- graph breaks: {breaks}; recompilations after the start: {again}",
+        f"- cold start: {cold}; warm start: {warm}",
         f"- idle share of a prefill step: {_percent(data['idle_share'])}",
         f"- prompts with equal greedy tokens, as run and eagerly: "
         f"{_percent(data['greedy_equal_share'])}",

@@ -122,14 +122,20 @@ class Positive(metaclass=_AboveZero):
     """In a shape: a number above 0."""
 
 
+class MaybeKey(str):
+    """A key that a result may be without."""
+
+    __slots__ = ()
+
+
 def read_results(path: Path, shape: Any, *, option: str, what: str) -> dict[str, Any]:
     """The JSON of a bench.
 
     Args:
-        shape: what it must be like. A dict: at least these keys, and their values like these; of
-            the key str: whatever keys, each value like it. A list of one: a list, each like it; a
-            tuple of one: a list that isn't empty. Else a type, or a union of types. No number
-            anywhere is NaN or infinite.
+        shape: what it must be like. A dict: at least these keys, but for each `MaybeKey`, and
+            their values like these; of the key str: whatever keys, each value like it. A list of
+            one: a list, each like it; a tuple of one: a list that isn't empty. Else a type, or a
+            union of types. No number anywhere is NaN or infinite.
         what: names it in errors.
 
     Raises:
@@ -163,6 +169,8 @@ def _misfit(value: Any, shape: Any, at: str = "") -> str | None:
             return f"{at or 'the whole'} is no object"
         for key, part in (dict.fromkeys(value, shape[str]) if str in shape else shape).items():
             place = f"{at}.{key}" if at else key
+            if key not in value and isinstance(key, MaybeKey):
+                continue
             if key not in value:
                 return f"it has no {place}"
             parts.append((value[key], part, place))

@@ -100,6 +100,7 @@ def test_report(out: Path) -> None:
     parts = ("## Time to the first token", "| closed | 1 |", "## Decode after 40 tokens")
     for part in (*parts, "| 200 | 192 | 20 |"):
         assert part in page
+    assert "cold start: not measured; warm start: not measured" in page
     (out / "model.md").unlink()
     arguments = ["--render", str(out / "model.json"), "--out", str(out)]
     done = CliRunner().invoke(app, ["bench", "model", *arguments])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch_kda.profiles import trace
 from torch_kda.profiles.options import (
+    MaybeKey,
     Parser,
     Positive,
     check_distinct,
@@ -17,7 +18,7 @@ from torch_kda.profiles.options import (
 )
 
 SHAPE = {"meta": {"gpu": str | None}, "rows": ({"us": Positive | None, "lens": [int]},)}
-SHAPE |= {"by_size": {str: int}}
+SHAPE |= {"by_size": {str: int}, MaybeKey("host"): {"cores": int}}
 GOOD = {
     "meta": {"gpu": None},
     "rows": [{"us": 1, "lens": []}, {"us": 1.5, "lens": [3]}, {"us": None, "lens": []}],
@@ -104,7 +105,7 @@ def read(path: Path, content: Any) -> Any:
 
 def test_read_results(tmp_path: Path) -> None:
     assert read(tmp_path / "a.json", GOOD) == GOOD
-    more = {**GOOD, "new": 1}
+    more = {**GOOD, "new": 1, "host": {"cores": 8}}
     assert read(tmp_path / "a.json", more) == more
 
 
@@ -124,6 +125,8 @@ def test_read_results(tmp_path: Path) -> None:
         ({**GOOD, "rows": [{"us": float("nan"), "lens": []}]}, "rows[0].us is NaN"),
         ({**GOOD, "by_size": {"8": 1, "9": None}}, "by_size.9 is null"),
         ({**GOOD, "by_size": []}, "by_size is no object"),
+        ({**GOOD, "host": {}}, "it has no host.cores"),
+        ({**GOOD, "host": None}, "host is no object"),
         ({**GOOD, "more": [{"x": [1, float("nan")]}]}, "more[0].x[1] is NaN"),
         ({**GOOD, "more": float("inf")}, "more is Infinity"),
     ],
