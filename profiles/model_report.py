@@ -110,7 +110,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         "\n".join(f"- {line}" for line in meta.get("engine", [])),
         *_first_tokens(data),
         *_prefill(data),
-        *_turns(data["meta"].get("turns", [])),
+        *_turns(meta.get("turns", [])),
         *_decode(data),
         *_rest(data),
     ]

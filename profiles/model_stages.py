@@ -391,12 +391,12 @@ class Bench:
 
     def decoding(self, timed: TimedRunner, batch: int) -> Engine:
         """An engine in which so many requests decode and nothing else happens."""
-        sizes, vocab = self.sizes, self.runner.model.config.vocab_size
+        sizes = self.sizes
         rng = random.Random(batch)
         engine = self.engine("single_pass", timed)
         sampling = SamplingParams(temperature=0, max_tokens=4 * sizes.unit, ignore_eos=True)
         for _ in range(batch):
-            engine.submit(rng.choices(range(vocab), k=sizes.context), sampling)
+            engine.submit(self.prompt(rng, sizes.context), sampling)
         while not (timed.steps and timed.steps[-1].num_rows == batch):
             engine.step()
         return engine
@@ -434,8 +434,7 @@ class Bench:
         """Greedy tokens as the engine runs, against the same engine run eagerly."""
         prompts, length, new = self.sizes.greedy
         rng = random.Random(self.options.seed)
-        vocab = self.runner.model.config.vocab_size
-        ids = [rng.choices(range(vocab), k=length) for _ in range(prompts)]
+        ids = [self.prompt(rng, length) for _ in range(prompts)]
         found = compare_greedy(self.runner, lambda: self.engine("single_pass"), ids, new)
         self.data["greedy_equal_share"] = _short(found.equal_share)
         self.data["meta"]["greedy"] = found.as_json()

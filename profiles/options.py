@@ -169,11 +169,10 @@ def _misfit(value: Any, shape: Any, at: str = "") -> str | None:
             return f"{at or 'the whole'} is no object"
         for key, part in (dict.fromkeys(value, shape[str]) if str in shape else shape).items():
             place = f"{at}.{key}" if at else key
-            if key not in value and isinstance(key, MaybeKey):
-                continue
-            if key not in value:
+            if key in value:
+                parts.append((value[key], part, place))
+            elif not isinstance(key, MaybeKey):
                 return f"it has no {place}"
-            parts.append((value[key], part, place))
     elif isinstance(shape, list | tuple):
         if not isinstance(value, list) or (isinstance(shape, tuple) and not value):
             return f"{at or 'the whole'} is no list of anything"

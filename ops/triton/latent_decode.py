@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .latents import attend, block_dim, num_processors
+from .latents import attend, block_dim, even_parts, num_processors
 
 SPLIT_TOKENS = 512  # of a part, where there are rows enough for all processors
 MAX_SPLITS = 64  # parts of a row: at 128K tokens they have 2048
@@ -95,8 +95,7 @@ def _splits(
     """Number of parts of a row, and tokens of each but the last, a multiple of BLOCK_N."""
     count = tl.minimum(tl.cdiv(length, BLOCK_N), share)
     count = tl.minimum(tl.maximum(count, tl.cdiv(length, SPLIT_TOKENS)), MAX_SPLITS)
-    size = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), BLOCK_N) * BLOCK_N
-    return tl.cdiv(length, tl.maximum(size, 1)), size
+    return even_parts(length, count, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "max_blocks", "share"])

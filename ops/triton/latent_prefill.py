@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .latents import attend, block_dim, num_processors
+from .latents import attend, block_dim, even_parts, num_processors
 from .search import first_above
 
 MIN_ROWS = 128  # of a wide sequence; with fewer, expanding takes as long as it saves
@@ -223,10 +223,8 @@ def _expand(latent: Tensor, weight: Tensor, numbers: Tensor) -> Tensor:
 
 @triton.jit
 def _cut(tokens, PART_TOKENS: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Parts of a context, and tokens of each but the last, a multiple of BLOCK_N."""
-    count = tl.minimum(tl.cdiv(tokens, PART_TOKENS), MAX_PARTS)
-    size = tl.cdiv(tl.cdiv(tokens, tl.maximum(count, 1)), BLOCK_N) * BLOCK_N
-    return tl.cdiv(tokens, tl.maximum(size, 1)), size
+    """Parts of a context, and tokens of each but the last."""
+    return even_parts(tokens, tl.minimum(tl.cdiv(tokens, PART_TOKENS), MAX_PARTS), BLOCK_N)
 
 
 @triton.jit

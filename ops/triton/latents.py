@@ -62,6 +62,15 @@ def _store_kernel(
 
 
 @triton.jit
+def even_parts(length, count, BLOCK_N: tl.constexpr):
+    """Parts of a context cut into `count` at most, and tokens of each but the last, a multiple of
+    BLOCK_N.
+    """
+    size = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), BLOCK_N) * BLOCK_N
+    return tl.cdiv(length, tl.maximum(size, 1)), size
+
+
+@triton.jit
 def attend(
     q,
     q_shared,
