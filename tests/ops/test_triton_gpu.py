@@ -195,8 +195,11 @@ def test_mla_prefill(K: int, P: int, V: int, nan_memory: None):
         assert_same(f"alone {n}", mla_prefill(**(case | one)), o[begin : begin + length])
 
 
+MOE_WAYS = ["fewest", "tile-16", "tile-32", "tile-64", "tile-128", "many"]
+
+
 @pytest.mark.parametrize("num_shared", [0, 1, 2])
-@pytest.mark.parametrize("M", [2, 16, 300], ids=["fewest", "few", "many"])
+@pytest.mark.parametrize("M", [2, 16, 150, 400, 1000, 1100], ids=MOE_WAYS)
 def test_moe(M: int, num_shared: int, nan_memory: None):
     case = moe_case(M, E=64, k=8, dim=512, F=256, num_shared=num_shared, **CUDA)
     y = moe(**case)
@@ -205,7 +208,7 @@ def test_moe(M: int, num_shared: int, nan_memory: None):
     dense = num_shared > 0 and M > 2
     as_torch = in_torch(reference.moe_ref, case)
     assert_close_as_torch("y", y, expected, as_torch, roundings=1 + dense)
-    for m in () if dense or M == 300 else (0, M // 2, M - 1):
+    for m in () if dense or M == 1100 else (0, M // 2, M - 1):
         rows = {n: case[n][m : m + 1] for n in ("x", "topk_ids", "topk_weights")}
         assert_same(f"alone {m}", moe(**(case | rows)), y[m : m + 1])
 
