@@ -447,24 +447,24 @@ class Pass:
             zip(*self.decode_rows, strict=True) if n else [()] * 10
         )
         always, none = (True,) * n, ((),) * n
-        # as ScheduledRow has them
-        columns = (
-            names,
-            always,
-            starts,
-            ends,
-            token_ids,
-            prev_rows,
-            sources,
-            slots,
-            none,
-            tables,
-            starts,
-            always,
-            sampling,
-            indices,
-            none,
-        )
+        decode = {
+            "request_id": names,
+            "is_decode": always,
+            "start": starts,
+            "end": ends,
+            "token_ids": token_ids,
+            "prev_row": prev_rows,
+            "src_slot": sources,
+            "dst_slots": slots,
+            "exports": none,
+            "block_table": tables,
+            "kv_start": starts,
+            "samples": always,
+            "sampling": sampling,
+            "sample_index": indices,
+            "next_token_ids": none,
+        }
+        columns = [decode[name] for name in ScheduledRow._fields]
         exports: tuple[Sequence[KeptState], ...] = none
         if self.prefills:
             rows = []

@@ -27,14 +27,14 @@ from .search import first_above
 
 MIN_ROWS = 128  # of a wide sequence; with fewer, expanding takes as long as it saves
 MAX_RATIO = 16  # tokens for each row of the call that the workspace holds
-MIN_ROOM = 1 << 16  # tokens that it holds at least: one long context for the rows of a turn
+MIN_ROOM = 1 << 17  # tokens that it holds at least: one long context for the rows of a turn
 WIDE_ROWS, WIDE_TOKENS = 128, 64  # tile of queries and of keys
 SHORT_ROWS, SHORT_TOKENS = 64, 64
 PART_TOKENS = 2048  # of a part at most, up to so many parts; each multiplies by W_uk and W_uv anew
 PART_PROGRAMS = 128  # programs of a tile at most, heads times parts: bounds the parts' results
 PIECE = 64  # of a head's key or value channels
 PACK_ROWS = 64
-KV_BYTES = 1 << 30  # keys and values at a time; above it heads go in groups
+KV_BYTES = 1 << 31  # keys and values at a time; above it heads go in groups
 PLAN_HEAD = 4  # numbers before the lists of a plan: wide tokens, wide tiles, short parts, joins
 
 
