@@ -309,7 +309,7 @@ class Bench:
                 share = floors.prefill_flops(tokens) / (ms / 1e3) / self.matmul_rate
             row = {"tokens": tokens, "ms": _short(ms), "matmul_share": _short(share)}
             self.data["prefill"].append(row)
-            self.say(f"prefill {row}")
+            self.say(f"prefill: {_fields(row)}")
         with self.runner.eager():
             ms = [self.prompt_ms(rng, self.sizes.prompt) for _ in range(3)]
         self.data["meta"]["eager_prefill_ms"] = {str(self.sizes.prompt): _short(_median(ms[1:]))}
@@ -337,7 +337,7 @@ class Bench:
                 "forwards": statistics.mean(record.num_prefills for record in found),
             }
             rows.append(row)
-            self.say(f"turn {row}")
+            self.say(f"turn: {_fields(row)}")
         self.data["meta"]["turns"] = rows
 
     def client(self) -> Client:
@@ -386,7 +386,7 @@ class Bench:
                 "eager_fla_step_us": self.peer_value("decode_us", batch),
             }
             self.data["decode"].append({key: _short(value) for key, value in row.items()})
-            self.say(f"decode {self.data['decode'][-1]}")
+            self.say(f"decode: {_fields(self.data['decode'][-1])}")
         self.data["meta"] |= {"eager_decode_us": eager, "host_detail": hosts}
 
     def decoding(self, timed: TimedRunner, batch: int) -> Engine:
@@ -506,6 +506,11 @@ def measured_matmul_rate(device: torch.device, size: int = 8192) -> float:
 
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
+
+
+def _fields(row: dict[str, float | None]) -> str:
+    """What was measured, as a line for people."""
+    return ", ".join(f"{name} {value:,}" for name, value in row.items() if value is not None)
 
 
 def _short(value: float | None) -> float | None:

@@ -195,6 +195,15 @@ def test_mla_prefill(K: int, P: int, V: int, nan_memory: None):
         assert_same(f"alone {n}", mla_prefill(**(case | one)), o[begin : begin + length])
 
 
+def test_mla_prefill_behind_long_contexts(nan_memory: None):
+    """A turn of many rows and one of few: keys expanded, and in parts."""
+    dims = LATENT | {"max_blocks": 1600}
+    case = mla_prefill_case([200, 100], [100_000, 90_000], 3, K=128, V=128, **dims)
+    expected = truth(reference.mla_prefill_ref, case)[0]
+    as_torch = in_torch(reference.mla_prefill_ref, case)
+    assert_close_as_torch("o", mla_prefill(**case), expected, as_torch)
+
+
 MOE_WAYS = ["fewest", "tile-16", "tile-32", "tile-64", "tile-128", "many"]
 
 
