@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +80,11 @@ class Engine:
         return self.runner.model.config
 
     @property
+    def num_requests(self) -> int:
+        """Those that have not ended."""
+        return len(self._running)
+
+    @property
     def has_work(self) -> bool:
         """Whether a request is waiting or running, or a step has not come back."""
         return bool(self._running or self._flights)
@@ -126,21 +132,22 @@ class Engine:
             sampling: None: the defaults.
             request_id: None: one is made up.
             priority: lower runs first.
-            checkpoint_positions: tokens of the prompt after which the state is worth keeping.
+            checkpoint_positions: tokens of the prompt, from 1 to all, after which the state is
+                worth keeping.
             cache_salt: requests with different salts share nothing.
 
         Returns:
             request_id
 
         Raises:
-            ValueError: as `check`, or the id is in use. Nothing has been queued then.
+            ValueError: as `check`, an argument is none of its kind, or the id is in use. Nothing
+                has been queued then.
         """
         sampling = sampling or SamplingParams()
         self.check(prompt_token_ids, sampling)
         if request_id is None:
-            request_id = f"request-{self._num_submitted}"
-        if request_id in self._running:
-            raise ValueError(f"Engine.submit: request_id {request_id!r} is in use")
+            names = (f"request-{number}" for number in count(self._num_submitted))
+            request_id = next(name for name in names if not self.scheduler.knows(name))
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._seeds.getrandbits(63))
         request = Request(
@@ -149,7 +156,7 @@ class Engine:
             sampling=sampling,
             eos_token_ids=self.model_config.eos_token_ids,
             priority=priority,
-            checkpoint_positions=tuple(checkpoint_positions),
+            checkpoint_positions=checkpoint_positions,
             cache_salt=cache_salt if self.shares_prefixes else f"private {self._num_submitted}",
         )
         self.scheduler.enqueue(request)

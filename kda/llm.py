@@ -129,8 +129,8 @@ class LLM:
             progress: show a bar on stderr.
 
         Raises:
-            ValueError: a prompt or a sampling field is wrong; the message says which prompt, and
-                none has been run.
+            ValueError: a prompt or a sampling field is wrong; the message says which prompt. Or
+                requests that were submitted to `engine` itself have not ended. None has been run.
         """
         ids = [self._token_ids(i, prompt) for i, prompt in enumerate(_as_list(prompts))]
         params = _as_params(sampling, len(ids))
@@ -140,6 +140,11 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from None
         with self._turns, _late_interrupts() as interrupt:
+            if self.engine.num_requests:
+                raise ValueError(
+                    f"LLM.generate: {self.engine.num_requests} requests that were submitted to "
+                    f"LLM.engine have not ended, and their updates would be lost; step it first"
+                )
             answers = {
                 self.engine.submit(prompt, one): _Answer(len(prompt), one.logprobs is not None)
                 for prompt, one in zip(ids, params, strict=True)

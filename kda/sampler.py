@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..scheduler.request import SamplingParams
+from ..scheduler.request import MIN_TEMPERATURE, SamplingParams
 
 # splitmix64: a counter plus this step, mixed by the two multipliers, is a good 64-bit random stream
 _STEP, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -30,7 +30,7 @@ class SamplingPlan:
     """
 
     def __init__(self, params: Sequence[SamplingParams]) -> None:
-        drawing = [p for p in params if p.temperature > 0]
+        drawing = [p for p in params if p.temperature >= MIN_TEMPERATURE]
         asked = [p.logprobs for p in params if p.logprobs is not None]
         self.params = params
         self.is_greedy = not drawing  # every row is
@@ -51,7 +51,9 @@ class SamplingPlan:
     def temperature(self) -> np.ndarray:
         """[R] fp32; 0 is greedy."""
         with np.errstate(over="ignore"):  # infinite: each token is as likely as any other
-            return np.array([p.temperature for p in self.params], dtype=np.float32)
+            values = [p.temperature for p in self.params]
+            values = [value if value >= MIN_TEMPERATURE else 0.0 for value in values]
+            return np.array(values, dtype=np.float32)
 
     @cached_property
     def _starts(self) -> np.ndarray:

@@ -1,11 +1,17 @@
 """What a caller asks for and what the scheduler remembers of it."""
 
-import math
+import sys
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..cache.hashing import Span
+
+# a logit divided by less could overflow; 1e-4 below the greatest, a token has e**-100 of its chance
+MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +22,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 16  # tokens to generate at most, >= 1
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0 is greedy, and so is what is below MIN_TEMPERATURE
     top_p: float = 1.0  # keep the smallest set of tokens with this probability, in (0, 1]
     top_k: int = 0  # keep this many of the likeliest tokens; 0 keeps all
     seed: int | None = None  # same seed, same prompt: same tokens, whatever else is in the batch
@@ -26,35 +32,43 @@ class SamplingParams:
     logprobs: int | None = None  # return this many likeliest tokens a position, in [0, 20]
 
     def __post_init__(self) -> None:
-        def require(ok: bool, field: str, expected: str) -> None:
-            if not ok:
-                got = getattr(self, field)
-                raise ValueError(f"SamplingParams: {field} must be {expected}, got {got!r}")
-
+        require = partial(_require, self)
         for name in ("max_tokens", "top_k"):
             require(_is_int(getattr(self, name)), name, "an integer")
         for name in ("seed", "logprobs"):
             value = getattr(self, name)
             require(value is None or _is_int(value), name, "an integer or None")
         for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and math.isfinite(value)
-            require(is_number, name, "a finite number")
+            require(_is_finite(getattr(self, name)), name, "a finite number")
+        require(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
         require(self.max_tokens >= 1, "max_tokens", ">= 1")
         require(self.temperature >= 0, "temperature", ">= 0")
         require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        require(self.top_k >= 0, "top_k", ">= 0 (0 keeps all tokens)")
+        require(0 <= self.top_k < 2**31, "top_k", "in [0, 2**31) (0 keeps all tokens)")
         require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "in [0, 20]")
         is_texts = isinstance(self.stop, (tuple, list))
         is_texts = is_texts and all(isinstance(text, str) and text for text in self.stop)
         require(is_texts, "stop", "a tuple of non-empty strings")
-        is_ids = isinstance(self.stop_token_ids, (tuple, list))
-        is_ids = is_ids and all(_is_int(token) for token in self.stop_token_ids)
-        require(is_ids, "stop_token_ids", "a tuple of integers")
+        require(_are_ints(self.stop_token_ids), "stop_token_ids", "a tuple of integers")
+
+
+def _require(record: object, ok: bool, field: str, expected: str) -> None:
+    if not ok:
+        kind, got = type(record).__name__, getattr(record, field)
+        raise ValueError(f"{kind}: {field} must be {expected}, got {got!r}")
+
+
+def _are_ints(values: object) -> bool:
+    return isinstance(values, (tuple, list)) and all(_is_int(value) for value in values)
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and -sys.float_info.max <= value <= sys.float_info.max
 
 
 class RequestStatus(Enum):
@@ -70,7 +84,7 @@ class RequestStatus(Enum):
 class Request:
     """One prompt, and what became of it so far.
 
-    Raises ValueError on construction for token ids that are not ids.
+    Raises ValueError on construction, naming the field.
     """
 
     request_id: str
@@ -78,10 +92,11 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0  # lower runs first
-    checkpoint_positions: tuple[int, ...] = ()  # states to keep, in tokens; floored to the grid
+    # states to keep, in tokens of the prompt; floored to the grid
+    checkpoint_positions: Sequence[int] = ()
     cache_salt: str = ""  # requests with different salts share nothing
     lora: tuple[str, str] = ("", "")  # name and path
-    spans: tuple[Hashable, ...] = ()  # `cache.hashing.Span`: images and the like
+    spans: tuple[Span, ...] = ()  # images and the like
 
     token_ids: array = field(init=False)  # array("i"): prompt and output
     num_prompt_tokens: int = field(init=False)
@@ -93,6 +108,23 @@ class Request:
         self.token_ids = _pack(self.prompt_token_ids)
         self.prompt_token_ids = array("i", self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        require = partial(_require, self)
+        is_name = isinstance(self.request_id, str) and self.request_id != ""
+        require(is_name, "request_id", "a non-empty string")
+        require(_are_ints(self.eos_token_ids), "eos_token_ids", "a tuple of integers")
+        require(_is_int(self.priority), "priority", "an integer")
+        last = self.num_prompt_tokens
+        are_within = _are_ints(self.checkpoint_positions)
+        are_within = are_within and all(1 <= at <= last for at in self.checkpoint_positions)
+        expected = f"a tuple of integers in [1, {last}], the prompt"
+        require(are_within, "checkpoint_positions", expected)
+        require(isinstance(self.cache_salt, str), "cache_salt", "a string")
+        is_pair = isinstance(self.lora, (tuple, list)) and len(self.lora) == 2
+        is_pair = is_pair and all(isinstance(part, str) for part in self.lora)
+        require(is_pair, "lora", "two strings, name and path")
+        are_spans = isinstance(self.spans, (tuple, list))
+        are_spans = are_spans and all(isinstance(span, Span) for span in self.spans)
+        require(are_spans, "spans", "a tuple of Span")
         # makes room to grow now: the first append to a long array copies it, 2 ms at 128K tokens
         self.token_ids.append(0)
         self.token_ids.pop()

@@ -61,7 +61,7 @@ class Scheduler:
             ValueError: the id is in use, the prompt is empty, or the request can never fit.
         """
         name, length, sampling = request.request_id, request.num_prompt_tokens, request.sampling
-        if name in self.queues.lives:
+        if self.knows(name):
             raise ValueError(f"enqueue: request_id {name!r} is in use")
         if request.status is not RequestStatus.WAITING or len(request.token_ids) != length:
             raise ValueError(f"enqueue: request {name!r} has run already")
@@ -92,7 +92,7 @@ class Scheduler:
                 salt=request.cache_salt,
                 lora_name=request.lora[0],
                 lora_path=request.lora[1],
-                spans=tuple(request.spans),  # pyright: ignore[reportArgumentType]
+                spans=tuple(request.spans),
             ),
             stop_ids=frozenset(stop_ids),
             token_ids=request.token_ids,
@@ -101,6 +101,10 @@ class Scheduler:
         # here, where it costs no step its time
         self.holdings.extend_keys(live)
         self.queues.add(live)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this name waits, runs or has a step in flight."""
+        return request_id in self.queues.lives
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at its caller's wish; False if it is not there (any more).

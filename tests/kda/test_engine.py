@@ -377,6 +377,10 @@ BAD = {
         r"stop_token_ids must be in \[0, 264\)",
     ),
     "id in use": ([1], {"request_id": "good"}, "request_id 'good' is in use"),
+    "id": ([1], {"request_id": ["good"]}, "request_id must be a non-empty string"),
+    "priority": ([1], {"priority": "high"}, "priority must be an integer, got 'high'"),
+    "checkpoint": ([1], {"checkpoint_positions": [2]}, r"checkpoint_positions must be .*\[1, 1\]"),
+    "salt": ([1], {"cache_salt": 5}, "cache_salt must be a string, got 5"),
 }
 
 
@@ -392,6 +396,14 @@ def test_submit_bad_input(model: KDAForCausalLM, case: str):
     rest = bench.run()
     assert set(rest) == {good}
     assert tokens_of(updates + rest[good]) == reference(model, prompt_of(40))
+
+
+def test_submit_makes_up_a_name_that_is_free(model: KDAForCausalLM):
+    bench = Bench(model)
+    wanted = ("request-2", None, None)
+    names = [bench.engine.submit([1], GREEDY, request_id=name) for name in wanted]
+    assert names == ["request-2", "request-1", "request-3"]
+    assert set(bench.run()) == set(names)
 
 
 def test_submit_stop_text_without_tokenizer(model: KDAForCausalLM):

@@ -189,6 +189,18 @@ def test_generate_bad_input(llm: LLM, prompts, sampling, message: str):
     assert not llm.engine.has_work and llm.engine.scheduler.counters.steps == steps
 
 
+def test_generate_beside_the_engine(llm: LLM):
+    """Updates of a request that was submitted to the engine itself are not taken from its owner."""
+    request_id = llm.engine.submit([1, 2], GREEDY)
+    with pytest.raises(ValueError, match="1 requests that were submitted to LLM.engine have not"):
+        llm.generate("hi", GREEDY)
+    updates = []
+    while llm.engine.num_requests:
+        updates += llm.engine.step()
+    assert {update.request_id for update in updates} == {request_id}
+    assert llm.generate("hi", GREEDY)
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [

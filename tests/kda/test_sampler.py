@@ -209,3 +209,13 @@ def test_sample_gpu():
         torch.cuda.set_sync_debug_mode("default")
     expected = sample(logits, pack(params, range(8), 8))
     assert out.token_ids.tolist() == expected.token_ids.tolist()
+
+
+def test_sampling_plan_temperature_of_next_to_nothing():
+    """Logits divided by it would be infinite: it is greedy, beside rows that draw too."""
+    logits = torch.tensor([[3.0, 5.0, 4.0]] * 2)
+    for temperature in (5e-324, 1e-40, 9e-7):
+        small = SamplingParams(temperature=temperature, top_k=1, seed=1)
+        drawn = SamplingParams(seed=1)
+        assert sample(logits, rows_of(small, small)).token_ids.tolist() == [1, 1]
+        assert sample(logits, rows_of(drawn, small)).token_ids[1] == 1

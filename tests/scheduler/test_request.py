@@ -16,6 +16,30 @@ def test_request_packs_its_prompt():
     assert request.prompt_token_ids == array("i", [1, 2, 3])
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("request_id", ""),
+        ("request_id", ["r"]),
+        ("eos_token_ids", 2),
+        ("priority", "high"),
+        ("priority", None),
+        ("priority", True),
+        ("checkpoint_positions", 2),
+        ("checkpoint_positions", ["a"]),
+        ("checkpoint_positions", [0]),
+        ("checkpoint_positions", (1, 4)),  # of three tokens
+        ("cache_salt", 5),
+        ("lora", "name"),
+        ("lora", ("name", None)),
+        ("spans", [(0, 1)]),
+    ],
+)
+def test_request_field_errors(field, value):
+    with pytest.raises(ValueError, match=f"Request: {field} must be .*, got "):
+        Request(**({"request_id": "r", "prompt_token_ids": [1, 2, 3]} | {field: value}))
+
+
 @pytest.mark.parametrize("bad", [[-1], [2**31], ["a"], [1.5]])
 def test_request_errors(bad):
     with pytest.raises(ValueError, match=r"prompt_token_ids must be ids in \[0, 2\*\*31\)"):
@@ -42,6 +66,10 @@ def test_request_errors(bad):
         ("temperature", float("inf")),
         ("top_p", float("nan")),
         ("top_k", None),
+        ("top_k", 2**31),
+        ("temperature", True),
+        ("temperature", 10**400),
+        ("ignore_eos", "no"),
         ("seed", 1.5),
         ("logprobs", "3"),
     ],

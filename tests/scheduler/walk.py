@@ -145,13 +145,14 @@ class Walk:
         keep = rng.choice([len(base), rng.randint(0, len(base))])
         extra = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 24))]
         prompt = (base[:keep] + extra or [0])[: capacity - 1]
+        named = [rng.randint(1, len(prompt)) for _ in range(rng.randint(0, 2))]
         request = Request(
             f"r{self.num_submitted}",
             prompt,
             SamplingParams(max_tokens=rng.randint(1, min(12, capacity + 1 - len(prompt)))),
             eos_token_ids=rng.choice([(), (), (1,)]),
             priority=rng.randint(0, 1),
-            checkpoint_positions=tuple(rng.randint(0, 30) for _ in range(rng.randint(0, 2))),
+            checkpoint_positions=named,
             cache_salt=rng.choice(["", "", "", "salt"]),
         )
         self.num_submitted += 1

@@ -74,11 +74,14 @@ class Traffic:
             sampling = self._sampling(len(prompt))
             salt = rng.choice(("", "", "", "", "", "salt"))
             positions = rng.choice((0, 0, 1, 3))
+            priority = rng.choice((0, 0, 0, 1, -1))
+            named = [rng.randrange(len(prompt) + unit) for _ in range(positions)]
+            named = [min(max(1, at), len(prompt)) for at in named]  # its end more often
             name = self.engine.submit(
                 prompt,
                 sampling,
-                priority=rng.choice((0, 0, 0, 1, -1)),
-                checkpoint_positions=[rng.randrange(len(prompt) + unit) for _ in range(positions)],
+                priority=priority,
+                checkpoint_positions=named,
                 cache_salt=salt,
             )
             self.book.submit(name, prompt, salt)
