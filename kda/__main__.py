@@ -29,7 +29,9 @@ app.add_typer(bench, name="bench")
 
 # of commands whose options are those of a program in profiles
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-Seed = Annotated[int, typer.Option(help="Of the random weights.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**63 - 1, help="Of the random weights and of draws.")
+]
 Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda.")]
 
 

@@ -247,6 +247,8 @@ class EngineConfig:
 
     def _check_run(self, require: _Checker) -> None:
         require(not (self.cuda_graphs and self.device == "cpu"), "cuda_graphs", "off on a CPU")
+        is_kept = self.compile_cache is None or self.is_compiled
+        require(is_kept, "compile_cache", "None for a model that is not compiled")
         require(self.steps_in_flight in (None, 1, 2), "steps_in_flight", "None, 1 or 2")
         for field, step in (("decode_buckets", 1), ("prefill_buckets", CHECKPOINT_ALIGNMENT)):
             sizes = getattr(self, field) or ()

@@ -96,6 +96,9 @@ class LLM:
             ValueError: no such preset or setting, a setting out of range, a broken checkpoint.
             RuntimeError: the device is not there, or its memory does not suffice.
         """
+        if not isinstance(tokenizer, Tokenizer | None):
+            kind = type(tokenizer).__name__
+            raise ValueError(f"LLM: tokenizer must be a Tokenizer or None, got {kind}")
         config = engine_config(settings)
         folder = None if isinstance(model, ModelConfig) else _folder(model)
         if isinstance(model, ModelConfig):

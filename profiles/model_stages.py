@@ -199,7 +199,7 @@ class Bench:
             decode_buckets=tuple(sorted({*sizes.batches, 2, 4, 8, 16})),
             prefill_buckets=sizes.prefill_buckets,
             compile=not options.no_compile,
-            compile_cache=str(options.compile_cache or scratch),
+            compile_cache=None if options.no_compile else str(options.compile_cache or scratch),
         )
         model_config = self.config.resolve(model_preset(options.model, **overrides))
         model = load_model(model_config, self.config, None)

@@ -210,8 +210,10 @@ def test_generate_beside_the_engine(llm: LLM):
         ("tiny", {"device": "tpu"}, "device must be 'cpu', 'cuda' or 'cuda:N'"),
         ("tiny", {"max_model_len": 100_000}, "max_model_len must be <= 32768"),
         ("tiny", {"memory_bytes": 1000}, "no room for one request of 32,768 tokens"),
+        ("tiny", {"compile_cache": "kept"}, "compile_cache must be None for a model that is not"),
+        ("tiny", {"tokenizer": "bytes"}, "tokenizer must be a Tokenizer or None, got str"),
     ],
-    ids=["preset", "setting", "seqs", "device", "length", "memory"],
+    ids=["preset", "setting", "seqs", "device", "length", "memory", "kept", "tokenizer"],
 )
 def test_llm_bad_input(model: str, settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
