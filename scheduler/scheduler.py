@@ -92,7 +92,7 @@ class Scheduler:
                 salt=request.cache_salt,
                 lora_name=request.lora[0],
                 lora_path=request.lora[1],
-                spans=tuple(request.spans),
+                spans=tuple(request.spans),  # pyright: ignore[reportArgumentType]
             ),
             stop_ids=frozenset(stop_ids),
             token_ids=request.token_ids,

@@ -32,7 +32,7 @@ def test_request_packs_its_prompt():
         ("cache_salt", 5),
         ("lora", "name"),
         ("lora", ("name", None)),
-        ("spans", [(0, 1)]),
+        ("spans", 1),
     ],
 )
 def test_request_field_errors(field, value):
