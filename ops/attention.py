@@ -65,7 +65,8 @@ def mla_decode(
             contiguous.
         kv_pool: [num_blocks, block_size, W] of the same dtype, contiguous. The M tokens are stored.
         block_table: [D, max_blocks] int32. Blocks of each row in order; unused ones: anything.
-        seq_lens: [D] int32. Tokens of each row, the M included. 0 is a padding row: output 0.
+        seq_lens: [D] int32. Tokens of each row, the M included, <= max_blocks * block_size. 0 is a
+            padding row: output 0.
         scale: Of the scores: (N + P) ** -0.5 with N the key channels that W_uk absorbed.
         kv_lora_rank: R.
         num_tokens_per_row: M.
@@ -74,7 +75,8 @@ def mla_decode(
         o: [D*M, Hq, R] of q's dtype; the caller applies W_uv.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or number is not as above.
+        ValueError: a shape, dtype, stride, device or number is not as above; on a CPU also
+            seq_lens, or a block that is used.
 
     Reference: `ops.reference.mla_decode_ref`.
     """
@@ -113,7 +115,8 @@ def mla_prefill(
         kv_b_weight: [Hq*(N_k+Vh), R] of the same dtype; of a head: N_k key, then Vh value rows.
         cu_seqlens: [N+1] int32. Start of each sequence, and the end <= T; its last may repeat.
         block_table: [N, max_blocks] int32. Blocks of each sequence in order; unused ones: anything.
-        seq_lens: [N] int32, >= the rows here. Padding: 0.
+        seq_lens: [N] int32, >= the rows here, and <= max_blocks * block_size if there are any.
+            Padding: 0.
         scale: Of the scores: (N_k + P) ** -0.5.
         v_head_dim: Vh.
 
@@ -122,7 +125,7 @@ def mla_prefill(
 
     Raises:
         ValueError: a shape, dtype, stride, device or number is not as above; on a CPU also
-            cu_seqlens.
+            cu_seqlens, seq_lens, or a block that is used.
 
     Reference: `ops.reference.mla_prefill_ref`.
     """
@@ -204,6 +207,39 @@ def _check_layout(op: str, q: Tensor, kv_pool: Tensor, others: dict[str, Tensor]
     check_device(op, {"q": q, "kv_pool": kv_pool} | others)
 
 
+def _check_cached(
+    op: str,
+    kv_pool: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    rows: Tensor,
+    *,
+    padding: str = "",
+) -> None:
+    """Checks the values of seq_lens, and those of block_table that will be looked up.
+
+    A sequence without rows looks up nothing. For the CPU implementations, as `check_starts`.
+
+    padding: What else seq_lens may be, for the message.
+    """
+    (num_blocks, block_size), max_blocks = kv_pool.shape[:2], block_table.shape[1]
+    capacity = max_blocks * block_size
+    for n, (least, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        if length < least or (least > 0 and length > capacity):
+            expected = f"{padding}>= the {least} rows here"
+            if least > 0:
+                expected += f" and <= max_blocks * block_size = {capacity}"
+            raise ValueError(f"{op}: seq_lens must be {expected}, got seq_lens[{n}] = {length}")
+    begins = block_size * torch.arange(max_blocks)
+    is_used = begins < torch.where(rows > 0, seq_lens, 0)[:, None]
+    is_wrong = is_used & ((block_table < 0) | (block_table >= num_blocks))
+    if is_wrong.any():
+        n, i = is_wrong.nonzero()[0].tolist()
+        expected = f"in [0, num_blocks={num_blocks}) for the first {int(seq_lens[n])} tokens"
+        got = f"block_table[{n}, {i}] = {int(block_table[n, i])}"
+        raise ValueError(f"{op}: block_table must be {expected}, got {got}")
+
+
 def mla_decode_padded(
     q: Tensor,
     kv_pool: Tensor,
@@ -234,6 +270,13 @@ def _mla_store_cuda(latent: Tensor, kv_pool: Tensor, slot_mapping: Tensor) -> No
     mla_store(latent, kv_pool, slot_mapping)
 
 
+def _mla_decode_cpu(*tensors: Tensor, **sizes: Any) -> Tensor:
+    _, kv_pool, block_table, seq_lens = tensors
+    rows = sizes["num_tokens_per_row"] * (seq_lens != 0)  # none of a padding row
+    _check_cached("mla_decode", kv_pool, block_table, seq_lens, rows, padding="0 or ")
+    return reference.mla_decode_ref(*tensors, **sizes)
+
+
 def _mla_decode_cuda(*tensors: Tensor, **sizes: Any) -> Tensor:
     if not _has_kernel(tensors[1], sizes["kv_lora_rank"]):
         return mla_decode_padded(*tensors, **sizes)
@@ -243,7 +286,9 @@ def _mla_decode_cuda(*tensors: Tensor, **sizes: Any) -> Tensor:
 
 
 def _mla_prefill_cpu(*tensors: Tensor, **sizes: Any) -> Tensor:
-    check_starts("mla_prefill", "cu_seqlens", tensors[3], tensors[0].shape[0])
+    q, kv_pool, _, cu_seqlens, block_table, seq_lens = tensors
+    check_starts("mla_prefill", "cu_seqlens", cu_seqlens, q.shape[0])
+    _check_cached("mla_prefill", kv_pool, block_table, seq_lens, cu_seqlens.diff())
     return reference.mla_prefill_ref(*tensors, **sizes)
 
 
@@ -288,7 +333,7 @@ _mla_store = define_op(
 _mla_decode = define_op(
     "mla_decode(Tensor q, Tensor kv_pool, Tensor block_table, Tensor seq_lens, *, float scale, "
     "SymInt kv_lora_rank, SymInt num_tokens_per_row) -> Tensor",
-    cpu=reference.mla_decode_ref,
+    cpu=_mla_decode_cpu,
     cuda=_mla_decode_cuda,
     fake=_mla_decode_fake,
 )

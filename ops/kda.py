@@ -183,10 +183,10 @@ def _kda_prefill_cuda(*tensors: Any, lower_bound: float | None, scale: float | N
     try:
         if scale is None:
             scale = tensors[0].shape[-1] ** -0.5
-        elif not -math.inf < scale < math.inf:
+        elif not math.isfinite(scale):
             raise ValueError("kda_prefill: scale is not finite")
         return _cuda().kda_prefill(*tensors, lower_bound=lower_bound, scale=scale)
-    except (ValueError, TypeError, AttributeError, IndexError, ZeroDivisionError):
+    except (ValueError, TypeError, AttributeError, IndexError, ArithmeticError):
         # says what was wrong in the op's words
         check_prefill(*tensors, lower_bound=lower_bound, scale=scale)
         raise

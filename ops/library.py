@@ -104,7 +104,8 @@ def check_inner(op: str, name: str, x: torch.Tensor, num_inner: int) -> None:
     """Checks that the last `num_inner` dims are contiguous; those before may have any stride."""
     expected = 1
     for i in range(x.ndim - 1, x.ndim - 1 - num_inner, -1):
-        if x.shape[i] != 1 and x.stride(i) != expected:
+        # an empty tensor is contiguous whatever its strides
+        if x.shape[i] != 1 and x.stride(i) != expected and x.numel() > 0:
             raise ValueError(
                 f"{op}: {name} must have its last {num_inner} dims contiguous, "
                 f"got strides {list(x.stride())} for shape {list(x.shape)}; call .contiguous()"
@@ -177,7 +178,7 @@ def check_number(op: str, name: str, x: object, expected: str = "a finite number
     """Checks that x is a finite number, or one that a graph leaves open."""
     if isinstance(x, torch.SymFloat | torch.SymInt):
         return
-    if not (isinstance(x, Real) and math.isfinite(x)):
+    if not (isinstance(x, Real) and _is_finite(x)):
         raise ValueError(f"{op}: {name} must be {expected}, got {_shown(x)}")
 
 
@@ -218,7 +219,16 @@ def _spelled(letter: str, dims: dict[str, int]) -> str:
     return letter if size is None or letter.isdigit() else f"{letter}={size}"
 
 
+def _is_finite(x: Real) -> bool:
+    try:
+        return math.isfinite(x)
+    except OverflowError:  # an integer or a fraction that no float holds
+        return False
+
+
 def _shown(x: object) -> str:
+    if isinstance(x, int) and x.bit_length() > 64:  # str() refuses the longest
+        return f"an integer of {x.bit_length()} bits"
     return str(x) if x is None or isinstance(x, Real) else type(x).__name__
 
 

@@ -26,19 +26,20 @@ def moe(
     *,
     num_shared: int = 0,
 ) -> Tensor:
-    """SwiGLU experts, each on the rows that chose it, summed by weight; shared ones on all rows.
+    """SwiGLU experts, each on the rows that chose it, summed by weight, and shared ones.
 
         gate|up = w13[e] x,  f(e) = w2[e] (SiLU(gate) * up)
         y = sum_k topk_weights[:, k] * f(topk_ids[:, k]) + sum_s f(E + s)
 
-    M rows, dim channels, E experts of F hidden channels, k choices a row, S shared experts. A row
-    whose first id is outside [0, E) is padding: its y is 0.
+    M rows, dim channels, E experts of F hidden channels, k choices a row, S shared experts. An id
+    outside [0, E) adds nothing, and if it is a row's first, the shared experts are left out of that
+    row; its other ids add what they do in any row. So the y of padding, with no id inside, is 0.
 
     Args:
         x: [M, dim] bf16, fp32 or float64, contiguous.
         w13: [E+S, 2*F, dim] of the same dtype, contiguous; gate rows, then up rows.
         w2: [E+S, dim, F] of the same dtype, contiguous.
-        topk_ids: [M, k] int32 or int64. An id outside [0, E) adds nothing.
+        topk_ids: [M, k] int32 or int64. May be outside [0, E).
         topk_weights: [M, k] fp32.
         num_shared: S, below the number of experts; with k >= 1 if there are any.
 

@@ -377,8 +377,9 @@ def mla_prefill_ref(
     v_head_dim: int,
 ) -> Tensor:
     """`mla_prefill`, a sequence at a time, its queries in blocks of 128."""
-    T, Hq, _ = q.shape
+    T, Hq, key_dim = q.shape
     rank = kv_b_weight.shape[1]
+    nope_dim = key_dim - (kv_pool.shape[2] - rank)
     out = q.new_zeros(T, Hq, v_head_dim)
     cu = cu_seqlens.tolist()
     for n, length in enumerate(seq_lens.tolist()):
@@ -386,8 +387,9 @@ def mla_prefill_ref(
         if begin == end:
             continue
         latents = _latents(kv_pool, block_table[n], length)
-        kv = (latents[:, :rank] @ _work(kv_b_weight).mT).unflatten(-1, (Hq, -1))
-        k_nope, v = kv.split([kv.shape[-1] - v_head_dim, v_head_dim], dim=-1)
+        kv = latents[:, :rank] @ _work(kv_b_weight).mT
+        kv = kv.unflatten(-1, (Hq, nope_dim + v_head_dim))  # told, as Hq may be 0
+        k_nope, v = kv.split([nope_dim, v_head_dim], dim=-1)
         k_pe = repeat(latents[:, rank:], "s p -> s h p", h=Hq)
         k = torch.cat([k_nope, k_pe], dim=-1)
         for i in range(begin, end, 128):

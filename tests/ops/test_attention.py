@@ -177,3 +177,12 @@ def test_mla_store_nothing_and_strided(device: str) -> None:
     wide = torch.randn(2, 2 * (R + P)).to(pool)
     mla_store(wide[:, : R + P], pool, ints([0, 1], device))
     assert_same("strided", pool[0, :2], wide[:, : R + P])
+
+
+def test_mla_without_heads(device: str) -> None:
+    case, _ = prefill_case([5], [9], device)
+    case["q"], case["kv_b_weight"] = case["q"][:, :0].contiguous(), case["kv_b_weight"][:0]
+    assert mla_prefill(**case).shape == (10, 0, VH)
+    q = torch.randn(1, 0, R + P).to(case["kv_pool"])
+    lists = (case["block_table"], case["seq_lens"])
+    assert mla_decode(q, case["kv_pool"], *lists, scale=1.0, kv_lora_rank=R).shape == (1, 0, R)

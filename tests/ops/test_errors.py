@@ -148,7 +148,9 @@ def test_no_tensor(op: str, name: str, kind: str) -> None:
     refuses(op, good(op) | {name: NO_TENSORS[kind]}, f"{name} must be a Tensor, got {got}$")
 
 
-@pytest.mark.parametrize("error", [ValueError, TypeError, AttributeError, IndexError])
+@pytest.mark.parametrize(
+    "error", [ValueError, TypeError, AttributeError, IndexError, OverflowError]
+)
 def test_no_tensor_in_the_compiled_call(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,11 +166,17 @@ def test_no_tensor_in_the_compiled_call(
     tensors: list[Any] = [case[name] for name in names]
     with pytest.raises(error, match="not our words"):
         kda._kda_prefill_cuda(*tensors, **numbers)
-    with pytest.raises(ValueError, match="^kda_prefill: scale must be a finite number, got nan$"):
-        kda._kda_prefill_cuda(*tensors, **(numbers | {"scale": math.nan}))
+    for scale, got in ((math.nan, "nan"), (10**400, "an integer of 1329 bits")):
+        message = f"^kda_prefill: scale must be a finite number, got {got}$"
+        with pytest.raises(ValueError, match=message):
+            kda._kda_prefill_cuda(*tensors, **(numbers | {"scale": scale}))
     tensors[2] = None
     with pytest.raises(ValueError, match="^kda_prefill: v must be a Tensor, got NoneType$"):
         kda._kda_prefill_cuda(*tensors, **numbers)
+
+
+def brief(value: object) -> str:
+    return str(value)[:6]
 
 
 @pytest.mark.gpu
@@ -181,7 +189,7 @@ def test_no_tensor_on_cuda(name: str, kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("value", ["-1", math.nan, math.inf, [1.0]], ids=str)
+@pytest.mark.parametrize("value", ["-1", math.nan, math.inf, [1.0], -(10**400)], ids=brief)
 @pytest.mark.parametrize("name", ["lower_bound", "scale"])
 def test_no_number_on_cuda(name: str, value: Any) -> None:
     case = prefill_case([36, 12], **sizes("cuda"), rows=48) | {name: value}
@@ -199,8 +207,12 @@ def test_no_number_on_cuda(name: str, value: Any) -> None:
 )
 @pytest.mark.parametrize(
     ("value", "got"),
-    [("-1", "str"), (math.nan, "nan"), (-math.inf, "-inf"), ([1.0], "list")],
-    ids=["str", "nan", "-inf", "list"],
+    [
+        *(("-1", "str"), (math.nan, "nan"), (-math.inf, "-inf"), ([1.0], "list")),
+        # integers that no float holds, the second too long for str()
+        *((-(10**400), "an integer of 1329 bits"), (10**5000, "an integer of 16610 bits")),
+    ],
+    ids=["str", "nan", "-inf", "list", "large", "huge"],
 )
 def test_no_number(op: str, name: str, expected: str, value: Any, got: str) -> None:
     refuses(op, good(op) | {name: value}, f"{name} must be {expected}, got {got}$")
@@ -435,6 +447,90 @@ def test_cu_seqlens_of_a_fake_tensor(op: str) -> None:
     with mode:
         out = OPS[op](**fakes)
     assert isinstance(out, FakeTensor)
+
+
+# of 2 sequences, with 2 blocks of 16 tokens each and 3 in the pool
+WRONG_CACHED = {
+    "rows": ("mla_prefill", "seq_lens", [2, 4], ">= the 3 rows here and <= .* = 32", "[0] = 2"),
+    "negative": ("mla_prefill", "seq_lens", [3, -1], ">= the 1 rows here .*", "[1] = -1"),
+    "full": ("mla_prefill", "seq_lens", [3, 33], ".* <= max_blocks .* = 32", "[1] = 33"),
+    "most": ("mla_prefill", "seq_lens", [2**31 - 1, 4], ".* = 32", "[0] = 2147483647"),
+    "block": (
+        "mla_prefill",
+        "block_table",
+        [[0, 2], [3, 2]],
+        "in .*=3.* first 4 tokens",
+        "[1, 0] = 3",
+    ),
+    "block -1": (
+        "mla_prefill",
+        "block_table",
+        [[-1, 2], [1, 2]],
+        "in .*=3.* first 3 tokens",
+        "[0, 0] = -1",
+    ),
+    "M": ("mla_decode", "seq_lens", [3, 1], "0 or >= the 2 rows here and <= .* = 32", "[1] = 1"),
+    "M negative": ("mla_decode", "seq_lens", [-1, 4], "0 or >= the 2 rows here .*", "[0] = -1"),
+    "M full": ("mla_decode", "seq_lens", [33, 4], ".* <= max_blocks .* = 32", "[0] = 33"),
+    "M block": (
+        "mla_decode",
+        "block_table",
+        [[99, 2], [1, 2]],
+        "in .*=3.* first 3 tokens",
+        "[0, 0] = 99",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "values", "expected", "got"), WRONG_CACHED.values(), ids=WRONG_CACHED
+)
+def test_wrong_cached(op: str, name: str, values: list[Any], expected: str, got: str) -> None:
+    """Where the tokens of a sequence lie: on a CPU the values are at hand."""
+    message = rf"{name} must be {expected}, got {re.escape(name + got)}$"
+    refuses(op, good(op) | {name: ints(values)}, message)
+
+
+@pytest.mark.parametrize("op", ["mla_prefill", "mla_decode"])
+def test_wrong_cached_late(op: str) -> None:
+    """The second block is looked up from 17 tokens on, and none of an empty pool."""
+    case = good(op) | {"block_table": ints([[0, 1], [1, 3]]), "seq_lens": ints([17, 16])}
+    OPS[op](**case)
+    message = r"block_table must be in \[0, num_blocks=3\) for the first 17 tokens, got "
+    message += r"block_table\[1, 1\] = 3$"
+    refuses(op, case | {"seq_lens": ints([17, 17])}, message)
+    message = r"block_table must be in \[0, num_blocks=0\) .*, got block_table\[0, 0\] = 0$"
+    refuses(op, good(op) | {"kv_pool": torch.randn(0, 16, 6)}, message)
+    no_blocks = {"block_table": torch.zeros(2, 0).int()}
+    message = "seq_lens must be .* and <= .* = 0, got "
+    refuses(op, good(op) | no_blocks, message + r"seq_lens\[0\] = 3$")
+
+
+@pytest.mark.parametrize("op", ["mla_prefill", "mla_decode"])
+def test_cached_that_is_not_looked_up(op: str) -> None:
+    """Blocks past a sequence's tokens may be anything, and all those of one without rows."""
+    case = good(op) | {"block_table": ints([[0, 2**30], [2**30, -5]]), "seq_lens": ints([16, 0])}
+    if op == "mla_prefill":
+        case["cu_seqlens"] = ints([0, 3, 3])
+        expected = OPS[op](**case)
+        for length in (5, 33):
+            assert torch.equal(OPS[op](**(case | {"seq_lens": ints([16, length])})), expected)
+        message = r"seq_lens must be >= the 0 rows here, got seq_lens\[1\] = -1$"
+        refuses(op, case | {"seq_lens": ints([16, -1])}, message)
+    assert OPS[op](**case).isfinite().all()
+    full = {"block_table": ints([[0, 2], [1, 2]]), "seq_lens": ints([32, 32])}
+    assert OPS[op](**(case | full)).isfinite().all()
+    nobody = {"kv_pool": torch.randn(0, 16, 6), "seq_lens": ints([0, 0])}
+    nobody |= {"cu_seqlens": ints([0, 0, 0])} if op == "mla_prefill" else {}
+    assert not OPS[op](**(case | nobody)).any()
+
+
+@pytest.mark.parametrize("op", ["mla_prefill", "mla_decode"])
+def test_wrong_cached_in_a_graph(op: str) -> None:
+    run = torch.compile(OPS[op], backend="aot_eager", fullgraph=True)
+    run(**good(op))
+    with pytest.raises(ValueError, match=f"^{op}: block_table must be .*= 99$"):
+        run(**good(op) | {"block_table": ints([[99, 2], [1, 2]])})
 
 
 def test_kda_heads_must_divide() -> None:

@@ -101,10 +101,29 @@ def test_moe_int64_ids(device: str) -> None:
 @pytest.mark.parametrize("num_shared", [1, 2])
 @pytest.mark.parametrize("M", [0, 1, 3, 65])
 def test_moe_shared(M: int, num_shared: int, dtype: torch.dtype, device: str, nan_memory) -> None:
-    """The last experts run on all rows but padding, whatever ids say of them."""
+    """The last experts run on all rows whose first id exists, whatever ids say of them."""
     case = moe_case(M, dtype, device, E=6) | {"num_shared": num_shared}
     case["topk_ids"][1:2] = -1  # padding
     case["topk_ids"][2:3, 1] = 5  # a shared expert is nobody's choice
     check(case)
     y = moe(**case)
     assert_same("padding", y[1:2], torch.zeros_like(y[1:2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_shared", [0, 1, 2])
+@pytest.mark.parametrize("bad", [-1, 3, 1_000], ids=str)
+def test_moe_first_id_out_of_range(
+    bad: int, num_shared: int, dtype: torch.dtype, device: str, nan_memory: None
+) -> None:
+    """The row has no shared experts, but its other ids add what they do in any row."""
+    case: Case = moe_case(3, dtype, device, E=3 + num_shared) | {"num_shared": num_shared}
+    case["topk_ids"].copy_(torch.tensor([[bad, 1], [bad, bad], [1, bad]]))
+    check(case)
+    y = moe(**case)
+    assert_same("padding", y[1], torch.zeros_like(y[1]))
+    routed: Case = case | {"w13": case["w13"][:3], "w2": case["w2"][:3], "num_shared": 0}
+    expected = moe(**routed)
+    assert_same("named", y[0], expected[0])
+    assert y[0].abs().max() > 0.01, "nothing is added, the test says nothing"
+    assert torch.equal(y[2], expected[2]) == (num_shared == 0)

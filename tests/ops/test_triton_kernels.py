@@ -276,6 +276,31 @@ def test_moe_many(triton: Kernels, device: str, M, num_shared, nan_memory):
     assert_same("int64", op(**(case | {"topk_ids": case["topk_ids"].long()}), few_choices=0), y)
 
 
+@pytest.mark.parametrize(
+    "tiles",
+    [{"few_choices": 100}, {"few_choices": 100, "fewest_choices": 0}, {"few_choices": 0}],
+    ids=["as-they-stand", "sorted", "many"],
+)
+@pytest.mark.parametrize("num_shared", [1, 2])
+@pytest.mark.parametrize("bad", [-1, 5, 1_000], ids=str)
+def test_moe_first_id_out_of_range(
+    triton: Kernels, device: str, dtype: torch.dtype, bad, num_shared, tiles, nan_memory
+):
+    """Shared experts are left out of the row, the expert that it names is not."""
+    sizes = {"E": 5, "k": 2, "dim": 24, "F": 16, "num_shared": num_shared}
+    # torch's grouped product knows bf16 only
+    dtype = dtype if tiles["few_choices"] > 0 else torch.bfloat16
+    case = moe_case(3, **sizes, dtype=dtype, device=device)
+    case["topk_ids"].copy_(torch.tensor([[bad, 1], [bad, bad], [1, bad]]))
+    op = triton["experts"].moe
+    y = op(**case, **tiles)
+    assert_same("padding", y[1], torch.zeros_like(y[1]))
+    expected = op(**case | {n: case[n][:5] for n in ("w13", "w2")} | {"num_shared": 0}, **tiles)
+    assert_same("named", y[0], expected[0])
+    assert y[0].abs().max() > 0.01, "nothing is added, the test says nothing"
+    assert not torch.equal(y[2], expected[2])
+
+
 @pytest.mark.parametrize("E", [5, 20])
 def test_route(triton: Kernels, device: str, E: int):
     """Both ways of routing give the places of a stable sort."""
