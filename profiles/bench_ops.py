@@ -22,6 +22,7 @@ from .kda_cells import (
     CELLS,
     CHECKPOINTS,
     GATES,
+    MAX_CHECKPOINTS,
     QUICK,
     Cell,
     Inputs,
@@ -35,7 +36,7 @@ from .kda_cells import (
 )
 from .kda_peers import OURS, PEERS, Call, Peer, find_peers
 from .kda_report import merge, write_report
-from .options import MAX_ROUNDS, Parser, integer, integers, names, some
+from .options import MAX_NUMBER, MAX_ROUNDS, Parser, integer, integers, names, some
 from .provenance import origin
 from .timing import (
     Timing,
@@ -49,7 +50,6 @@ from .timing import (
 # of relative RMS errors of output and states: beyond them no time is reported
 LIMITS = {OURS: (5e-3, 4e-3)} | dict.fromkeys(PEERS, (3e-2, 3e-2))
 NAMES = (OURS, *PEERS)
-MAX_CHECKPOINTS = 2048  # of a sequence: the longest has no more multiples of 16
 MEMORY_SHARE = (
     0.25  # of free memory, for inputs; outputs and workspaces of all variants come on top
 )
@@ -270,7 +270,8 @@ def _rounded(timing: Timing | None, field: str) -> float | None:
 
 
 def _digits(found: Found, variant: Variant, index: int) -> float | None:
-    return float(f"{found[variant][index]:.3e}") if variant in found else None
+    # capped: JSON has no infinity, and a result of NaN is infinitely wrong
+    return float(f"{min(found[variant][index], MAX_NUMBER):.3e}") if variant in found else None
 
 
 def _print_row(cell: Cell, row: dict[str, Any], timings: dict[str, Timing]) -> None:

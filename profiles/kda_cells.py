@@ -15,6 +15,7 @@ DIM = 128  # K = V
 LOWER_BOUND = -5.0
 GATES = ("slow", "fast", "softplus")
 CHECKPOINTS = (0, 1, 16)
+MAX_CHECKPOINTS = 2048  # of a sequence: the longest has no more multiples of 16
 MIXED = (1300, 547, 2048, 963, 271, 3063)
 ROWS = ("q", "k", "v", "g_raw", "beta_logit")
 

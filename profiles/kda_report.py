@@ -8,8 +8,17 @@ from typing import Any
 
 from ..kda.command import make_folder
 from ..kda.timeline import can_draw
-from .kda_cells import Cell
-from .options import Positive, check_distinct, read_results
+from .kda_cells import GATES, MAX_CHECKPOINTS, Cell
+from .options import (
+    MaybeKey,
+    NotNegative,
+    Number,
+    Positive,
+    check_distinct,
+    count,
+    one_of,
+    read_results,
+)
 
 PEERS = ("vllm", "fla", "cudnn")
 COLORS = {"torch_kda": "#0b6e4f", "vllm": "#d08c2f", "fla": "#6b7a8f", "cudnn": "#8f5b8a"}
@@ -17,24 +26,26 @@ STATE_BYTES = 4 * 128 * 128
 
 Row = dict[str, Any]
 
-_ERRORS = {name: float | int | None for name in ("torch_kda", *PEERS)}
+_ERRORS = dict.fromkeys(("torch_kda", *PEERS), NotNegative | None)
 _TIMES = dict.fromkeys(_ERRORS, Positive | None)
 SHAPE = {
     "meta": {
         **{key: str for key in ("gpu", "torch", "command")},
         **{key: str | None for key in ("driver", "commit")},
         "copy_tb_s": Positive,
+        **{MaybeKey(key): str | None for key in ("date", "cutlass_dsl")},
+        str: str | Number | None,
     },
     "rows": (
         {
-            "heads": int,
-            "lens": (int,),
-            "gates": str,
-            "checkpoints": int,
+            "heads": count(1),
+            "lens": (count(1),),
+            "gates": one_of(GATES),
+            "checkpoints": count(0, MAX_CHECKPOINTS),
             "floor_us": Positive,
             **{key: _TIMES for key in ("us", "eager_us")},
             **{key: _ERRORS for key in ("err_out", "err_state")},
-            "err_tokens": int,
+            "err_tokens": count(1),
         },
     ),
 }
@@ -58,7 +69,20 @@ def merge(sources: Sequence[Path], out: Path) -> Path:
 
 def _read(source: Path) -> dict[str, Any]:
     what = "a kda_prefill.json of torch-kda bench ops"
-    return read_results(source, SHAPE, option="--render", what=what)
+    return read_results(source, SHAPE, option="--render", what=what, check=_unlike_rows)
+
+
+def _unlike_rows(data: dict[str, Any]) -> str | None:
+    """Where a row isn't as the bench writes it: both errors come together, before any time."""
+    for i, row in enumerate(data["rows"]):
+        if row["err_tokens"] != sum(row["lens"]):  # so are exports as few as tokens
+            return f"rows[{i}].err_tokens is {row['err_tokens']}, and not the sum of its lens"
+        for name in _ERRORS:
+            known = [key for key in ("err_out", "err_state", "us") if row[key][name] is not None]
+            for key in ("err_out", "err_state"):
+                if known and key not in known:
+                    return f"rows[{i}].{key}.{name} is null beside its {known[0]}"
+    return None
 
 
 def write_report(source: Path, out: Path) -> list[Path]:

@@ -4,53 +4,84 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .options import MaybeKey, Positive, check_distinct, read_results
+from ..kda.config import MAX_LAYERS
+from .options import (
+    MaybeKey,
+    NotNegative,
+    Number,
+    Positive,
+    Share,
+    check_distinct,
+    count,
+    one_of,
+    read_results,
+)
 
-_NUMBER, _MAYBE, _TIME = float | int, float | int | None, Positive | None
+_TIME = Positive | None
+_MODES = ("single_pass", "two_pass")
+DETAIL = {
+    **dict.fromkeys(("ttft_ms_mean", "ttft_ms_p50", "ttft_ms_p90"), Positive),
+    "queue_ms_mean": NotNegative,
+    **{"requests": count(1), "steps": count(1), "prefill_steps": count(0)},
+    **dict.fromkeys(("prefill_step_ms_p50", "decode_step_ms_p50"), _TIME),
+    "model_ttft_ms_mean": Positive,
+}
 SHAPE = {
     "meta": {
         **{key: str | None for key in ("gpu", "torch", "commit", "command")},
-        **{"model": str, "layers": int},
-        "ttft_detail": {str: {str: {"ttft_ms_mean": Positive, "model_ttft_ms_mean": Positive}}},
+        **{"model": str, "layers": count(1, MAX_LAYERS), "decode_context": count(1)},
+        "ttft_detail": {str: dict.fromkeys(_MODES, DETAIL)},
+        **{MaybeKey(key): _TIME for key in ("weights_gib", "pools_gib")},
+        **{MaybeKey(key): _TIME for key in ("copy_tb_s", "matmul_tflop_s")},
+        **{MaybeKey(key): str | None for key in ("driver", "cpu", "date")},
+        **{MaybeKey(key): str | None for key in ("dtype", "graphs", "workload")},
+        str: str | Number | dict | list | None,  # lists and objects are not shown
         MaybeKey("engine"): [str],
         MaybeKey("eager_prefill_ms"): {str: _TIME},
         MaybeKey("eager_decode_us"): {str: _TIME},
         MaybeKey("turns"): [
             {
-                **dict.fromkeys(("context", "new", "cached"), int),
-                **{"context_ms": Positive, "ms": Positive, "forwards": _NUMBER},
+                **{"context": count(1), "new": count(1), "cached": count(0)},
+                **dict.fromkeys(("context_ms", "ms", "forwards"), Positive),
             }
         ],
         MaybeKey("host_detail"): {
-            str: {"cores": int, "least_us": Positive, "median_us": Positive, "most_us": Positive}
+            str: {
+                "cores": count(0),
+                **dict.fromkeys(("least_us", "median_us", "most_us"), Positive),
+            }
         },
         MaybeKey("greedy"): {
             "mismatches": [
                 {
-                    **{"prompt": int, "position": int, "is_near_tie": bool},
-                    **dict.fromkeys(("gap", "noise"), _NUMBER),
+                    **{"prompt": count(0), "position": count(0), "is_near_tie": bool},
+                    **dict.fromkeys(("gap", "noise"), NotNegative),
                 }
             ]
         },
     },
     "ttft": [
         {
-            **{"workload": str, "concurrency": int, "eager_fla_ms": _TIME},
-            **{f"{way}_pass_ms": Positive for way in ("single", "two")},
-            **{f"{way}_forwards": _NUMBER for way in ("single", "two")},
+            **{"workload": one_of(("closed", "burst")), "concurrency": count(1)},
+            **{f"{mode}_ms": Positive for mode in _MODES},
+            **{f"{way}_forwards": Positive for way in ("single", "two")},
+            "eager_fla_ms": _TIME,
         }
     ],
-    "prefill": [{"tokens": int, "ms": Positive, "matmul_share": _MAYBE}],
+    "prefill": [{"tokens": count(1), "ms": Positive, "matmul_share": Share | None}],
     "decode": [
         {
-            **{"batch": int, "step_us": Positive},
+            **{"batch": count(1), "step_us": Positive},
             **{key: _TIME for key in ("floor_us", "host_us", "kda_us", "kda_floor_us")},
             "eager_fla_step_us": _TIME,
         }
     ],
-    "compile": dict.fromkeys(("graph_breaks", "recompiles", "cold_s", "warm_s"), _MAYBE),
-    "idle_share": _MAYBE,
-    "greedy_equal_share": _MAYBE,
+    "compile": {
+        **dict.fromkeys(("graph_breaks", "recompiles"), count(0) | None),
+        **dict.fromkeys(("cold_s", "warm_s"), NotNegative | None),
+    },
+    "idle_share": Share | None,
+    "greedy_equal_share": Share | None,
 }
 CASES = {"ttft": ("workload", "concurrency"), "prefill": ("tokens",), "decode": ("batch",)}
 
@@ -58,7 +89,21 @@ CASES = {"ttft": ("workload", "concurrency"), "prefill": ("tokens",), "decode": 
 def read(path: Path) -> dict[str, Any]:
     """The model.json of a run. Raises ValueError for another file."""
     what = "a model.json of torch-kda bench model"
-    return read_results(path, SHAPE, option="--render", what=what)
+    return read_results(path, SHAPE, option="--render", what=what, check=_missing_detail)
+
+
+def _missing_detail(data: Mapping[str, Any]) -> str | None:
+    """Of a row that is on the page."""
+    names = [_name(row) for row in data["ttft"]]
+    details = data["meta"]["ttft_detail"]
+    return next(
+        (f"it has no meta.ttft_detail.{name}" for name in names if name not in details), None
+    )
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """Of a row's detail."""
+    return f"{row['workload']} {row['concurrency']}"
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -121,7 +166,7 @@ def _first_tokens(data: Mapping[str, Any]) -> list[str]:
     rows = data["ttft"]
     if not rows:
         return []
-    details = data["meta"].get("ttft_detail", {})
+    details = data["meta"]["ttft_detail"]
     table = [
         [
             row["workload"],
@@ -132,7 +177,7 @@ def _first_tokens(data: Mapping[str, Any]) -> list[str]:
             row["single_forwards"],
             row["two_forwards"],
             _ms(row["eager_fla_ms"]),
-            _model(details.get(f"{row['workload']} {row['concurrency']}", {})),
+            _model(details[_name(row)]["two_pass"]),
         ]
         for row in rows
     ]
@@ -146,24 +191,18 @@ def _first_tokens(data: Mapping[str, Any]) -> list[str]:
     return [text, _table(heads, table), _details(details)]
 
 
-def _model(detail: Mapping[str, Any]) -> str:
-    two = detail.get("two_pass")
-    if not two:
-        return ""
+def _model(two: Mapping[str, Any]) -> str:
     error = two["model_ttft_ms_mean"] / two["ttft_ms_mean"] - 1
     return f"{two['model_ttft_ms_mean']:,.1f} ({error:+.1%})"
 
 
 def _details(details: Mapping[str, Any]) -> str:
     rows = [
-        [name, mode.replace("_", " "), *(_number(value) for value in detail.values())]
+        [name, mode.replace("_", " "), *(_number(modes[mode][key]) for key in DETAIL)]
         for name, modes in details.items()
-        for mode, detail in modes.items()
+        for mode in _MODES
     ]
-    if not rows:
-        return ""
-    heads = ["workload", "mode", *next(iter(next(iter(details.values())).values()))]
-    return _table(heads, rows)
+    return _table(["workload", "mode", *DETAIL], rows) if rows else ""
 
 
 def _prefill(data: Mapping[str, Any]) -> list[str]:

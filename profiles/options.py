@@ -10,14 +10,16 @@ from typing import Any, NoReturn
 # far above what any preset has or takes
 MAX_TOKENS, MAX_ROUNDS, MAX_MINUTES = 10_000_000, 1_000_000, 1440
 MAX_SEED = 2**63 - 1  # torch takes no larger one
+MAX_NUMBER = 1e15  # of a result, in any unit; floats of its size still tell integers apart
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors take a line: --help has the rest. An empty path is refused."""
+    """One whose errors take a line: --help has the rest. An empty path or name is refused."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.register("type", Path, _path)
+        self.register("type", None, _name)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -43,6 +45,12 @@ def _path(text: str) -> Path:
     if not text:  # Path("") is the current folder
         raise argparse.ArgumentTypeError("expected a path, got ''")
     return Path(text)
+
+
+def _name(text: str) -> str:
+    if not text.strip():  # it would pass for an option that wasn't given
+        raise argparse.ArgumentTypeError(f"expected a name, got {text!r}")
+    return text
 
 
 def check_count(name: str, value: int, least: int, most: int) -> None:
@@ -113,13 +121,38 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-class _AboveZero(type):
+class _Fitting(type):
+    """Of a class in a shape: its instances are the values that fit."""
+
+    fits: Callable[[Any], bool]
+
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, float | int) and value > 0
+        return cls.fits(value)
 
 
-class Positive(metaclass=_AboveZero):
-    """In a shape: a number above 0."""
+def _fitting(fits: Callable[[Any], bool]) -> type:
+    return _Fitting("Fitting", (), {"fits": staticmethod(fits)})
+
+
+def _within(least: float, most: float, *kinds: type) -> type:
+    # by type itself: True is an int to isinstance
+    return _fitting(lambda value: type(value) in kinds and least <= value <= most)
+
+
+def count(least: int, most: int = MAX_TOKENS) -> type:
+    """In a shape: an integer in a range."""
+    return _within(least, most, int)
+
+
+def one_of(allowed: Collection[str]) -> type:
+    """In a shape: one of these names."""
+    return _fitting(lambda value: isinstance(value, str) and value in allowed)
+
+
+Number = _within(-MAX_NUMBER, MAX_NUMBER, float, int)
+NotNegative = _within(0, MAX_NUMBER, float, int)
+Positive = _within(1 / MAX_NUMBER, MAX_NUMBER, float, int)  # what may stand below a fraction line
+Share = _within(0, 1, float, int)
 
 
 class MaybeKey(str):
@@ -128,26 +161,38 @@ class MaybeKey(str):
     __slots__ = ()
 
 
-def read_results(path: Path, shape: Any, *, option: str, what: str) -> dict[str, Any]:
+def read_results(
+    path: Path,
+    shape: Any,
+    *,
+    option: str,
+    what: str,
+    check: Callable[[dict[str, Any]], str | None] = lambda found: None,
+) -> dict[str, Any]:
     """The JSON of a bench.
 
     Args:
         shape: what it must be like. A dict: at least these keys, but for each `MaybeKey`, and
-            their values like these; of the key str: whatever keys, each value like it. A list of
-            one: a list, each like it; a tuple of one: a list that isn't empty. Else a type, or a
-            union of types. No number anywhere is NaN or infinite.
+            their values like these; of the key str: whatever other keys, each value like it. A
+            list of one: a list, each like it; a tuple of one: a list that isn't empty. Else a
+            type, or a union of types, of which none but bool takes a bool. No number anywhere is
+            NaN or beyond `MAX_NUMBER`, and every text can be written.
         what: names it in errors.
+        check: the first place, if there is one, where values of that shape don't fit each other.
 
     Raises:
         ValueError: it can't be read, is no JSON, or is of something else.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        misfit = _misfit(found, shape) or _unfit(found) or check(found)
     except OSError as error:
         raise ValueError(f"{option}: {path} can't be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{option}: {path} is not JSON: {error}") from None
-    if (misfit := _misfit(found, shape) or _not_finite(found)) is not None:
+    except RecursionError:
+        raise ValueError(f"{option}: {path} is not {what}: it is nested too deep") from None
+    if misfit is not None:
         raise ValueError(f"{option}: {path} is not {what}: {misfit}")
     return found
 
@@ -167,28 +212,44 @@ def _misfit(value: Any, shape: Any, at: str = "") -> str | None:
     if isinstance(shape, dict):
         if not isinstance(value, dict):
             return f"{at or 'the whole'} is no object"
-        for key, part in (dict.fromkeys(value, shape[str]) if str in shape else shape).items():
-            place = f"{at}.{key}" if at else key
+        wanted = {key: part for key, part in shape.items() if key is not str}
+        if str in shape:
+            wanted = dict.fromkeys(value, shape[str]) | wanted
+        for key, part in wanted.items():
             if key in value:
-                parts.append((value[key], part, place))
+                parts.append((value[key], part, _place(at, key)))
             elif not isinstance(key, MaybeKey):
-                return f"it has no {place}"
+                return f"it has no {_place(at, key)}"
     elif isinstance(shape, list | tuple):
         if not isinstance(value, list) or (isinstance(shape, tuple) and not value):
             return f"{at or 'the whole'} is no list of anything"
         parts = [(item, shape[0], f"{at}[{i}]") for i, item in enumerate(value)]
-    elif not isinstance(value, shape):
+    elif not isinstance(value, shape) or (isinstance(value, bool) and shape is not bool):
         return f"{at} is {json.dumps(value)[:40]}"
     return next((found for part in parts if (found := _misfit(*part)) is not None), None)
 
 
-def _not_finite(value: Any, at: str = "") -> str | None:
-    """The first place of a number that is NaN or infinite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{at} is {json.dumps(value)}"
+def _unfit(value: Any, at: str = "") -> str | None:
+    """The first place of a number or a text that no page can show."""
+    is_unfit = isinstance(value, float | int) and not abs(value) <= MAX_NUMBER  # so is NaN
+    if is_unfit or (isinstance(value, str) and _is_broken(value)):
+        return f"{at} is {json.dumps(value)[:40]}"
     parts: list[tuple[Any, str]] = []
     if isinstance(value, dict):
-        parts = [(part, f"{at}.{key}" if at else key) for key, part in value.items()]
+        if broken := [key for key in value if _is_broken(key)]:
+            return f"{_place(at, broken[0])} is no name"
+        parts = [(part, _place(at, key)) for key, part in value.items()]
     elif isinstance(value, list):
         parts = [(part, f"{at}[{i}]") for i, part in enumerate(value)]
-    return next((found for part in parts if (found := _not_finite(*part)) is not None), None)
+    return next((found for part in parts if (found := _unfit(*part)) is not None), None)
+
+
+def _is_broken(text: str) -> bool:
+    """Whether it holds half a character, as JSON can."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _place(at: str, key: str) -> str:
+    """Of a key, whatever it holds, in a line."""
+    name = json.dumps(key)[1:-1][:40]
+    return f"{at}.{name}" if at else name

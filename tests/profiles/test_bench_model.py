@@ -238,6 +238,9 @@ def test_parse_refuses(
     ("options", "expected"),
     [
         (["--stages", ""], "--stages: expected at least one, got ''"),
+        (["--model", "", "--quick"], "--model: expected a name, got ''"),
+        (["--commit", ""], "--commit: expected a name, got ''"),
+        (["--device", ""], "--device: expected a name, got ''"),
         (["--out", ""], "--out: expected a path, got ''"),
         (["--render", "a", "--stages", "warm", "--quick"], "--quick, --stages can't go with --ren"),
         (["--render", "a", "--device", "cpu"], "--device can't go with --render"),
@@ -314,12 +317,75 @@ def test_render_of_no_time(stage: str, key: str, time: float, tmp_path: Path) ->
     assert f"{stage}[0].{key} is {json.dumps(time)}" in done.output
 
 
+GONE = object()
+ONE = "meta.ttft_detail.closed 1.single_pass"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "misfit"),
+    [
+        ("meta.ttft_detail.closed 1", {}, f"it has no {ONE}"),
+        ("meta.ttft_detail.closed 1", GONE, "it has no meta.ttft_detail.closed 1"),
+        ("meta.ttft_detail.closed 1.two_pass", GONE, "no meta.ttft_detail.closed 1.two_pass"),
+        *(
+            (f"{ONE}.{key}", value, f"{ONE}.{key}")
+            for key in ("ttft_ms_p50", "ttft_ms_p90", "queue_ms_mean", "requests", "steps")
+            for value in ("x", -1, True, GONE)
+        ),
+        *((f"{ONE}.{key}_step_ms_p50", "x", key) for key in ("prefill", "decode")),
+        (f"{ONE}.prefill_steps", None, f"{ONE}.prefill_steps is null"),
+        ("prefill.0.ms", 10**400, "prefill[0].ms is 1000"),
+        ("prefill.0.ms", True, "prefill[0].ms is true"),
+        ("prefill.0.tokens", 0, "prefill[0].tokens is 0"),
+        ("prefill.0.matmul_share", -7, "prefill[0].matmul_share is -7"),
+        ("meta.peer.layers", 10**400, "meta.peer.layers is 1000"),
+        ("meta.decode_context", GONE, "it has no meta.decode_context"),
+        ("meta.layers", 10**6, "meta.layers is 1000000"),
+        ("meta.weights_gib", -3, "meta.weights_gib is -3"),
+        ("meta.date", 5, "meta.date is 5"),
+        ("meta.more", True, "meta.more is true"),
+        ("meta.turns.0.cached", -1, "meta.turns[0].cached is -1"),
+        ("meta.host_detail.1.cores", True, "meta.host_detail.1.cores is true"),
+        ("ttft.0.workload", "open", 'ttft[0].workload is "open"'),
+        ("ttft.0.two_forwards", -2, "ttft[0].two_forwards is -2"),
+        ("decode.0.batch", -5, "decode[0].batch is -5"),
+        ("compile.recompiles", 0.5, "compile.recompiles is 0.5"),
+        ("compile.cold_s", -1, "compile.cold_s is -1"),
+        ("idle_share", 40, "idle_share is 40"),
+        ("greedy_equal_share", -3, "greedy_equal_share is -3"),
+    ],
+)
+def test_render_of_the_damaged(place: str, value: object, misfit: str, tmp_path: Path) -> None:
+    data = json.loads((RESULTS / "model.json").read_text())
+    *keys, last = (int(key) if key == "0" else key for key in place.split("."))
+    part = data
+    for key in keys:
+        part = part[key]
+    part.pop(last) if value is GONE else part.__setitem__(last, value)
+    source = tmp_path / "model.json"
+    source.write_text(json.dumps(data))
+    arguments = ["--out", str(tmp_path / "out"), "--render", str(source)]
+    done = CliRunner().invoke(app, ["bench", "model", *arguments])
+    assert done.exit_code == 2 and done.output.count("\n") == 1
+    assert f"--render: {source} is not a model.json of torch-kda bench model: " in done.output
+    assert misfit in done.output and not (tmp_path / "out").exists()
+
+
+def test_render_of_another_order(tmp_path: Path) -> None:
+    """A figure is below its name, wherever it stands in the file."""
+    data = json.loads((RESULTS / "model.json").read_text())
+    modes = data["meta"]["ttft_detail"]["closed 1"]
+    modes["two_pass"] = dict(reversed(modes["two_pass"].items()))
+    assert markdown(data) == (RESULTS / "model.md").read_text()
+
+
 def test_render_of_the_published(tmp_path: Path) -> None:
     source = RESULTS / "model.json"
     arguments = ["--out", str(tmp_path), "--render", str(source)]
     done = CliRunner().invoke(app, ["bench", "model", *arguments])
     assert done.exit_code == 0, done.output
-    assert json.loads((tmp_path / "model.json").read_text()) == json.loads(source.read_text())
+    for name in ("model.json", "model.md"):
+        assert (tmp_path / name).read_text() == (RESULTS / name).read_text()
 
 
 def test_peer_of_another(tmp_path: Path) -> None:

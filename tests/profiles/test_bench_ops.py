@@ -182,8 +182,8 @@ def test_main_render_of_another_bench(machine: None, tmp_path: Path, name: str) 
 def test_main_render_of_the_published(tmp_path: Path) -> None:
     source = kda_prefill_json()
     bench_ops.main(["--out", str(tmp_path), "--render", str(source)])
-    found = json.loads((tmp_path / "kda_prefill.json").read_text())
-    assert found == json.loads(source.read_text())
+    for name in ("kda_prefill.json", "kda_prefill.md"):
+        assert (tmp_path / name).read_text() == source.with_name(name).read_text()
 
 
 def test_main_render_without_rows(machine: None, tmp_path: Path) -> None:
@@ -203,6 +203,58 @@ def test_main_render_of_no_time(machine: None, tmp_path: Path, key: str, time: f
     with pytest.raises(ValueError, match=rf"a\.json is not .*: rows\[1\]\.{key}\.torch_kda is "):
         bench_ops.main(["--out", str(tmp_path / "out"), "--render", str(source)])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "misfit"),
+    [
+        ("checkpoints", 10**9, "checkpoints is 1000000000"),
+        ("checkpoints", -1, "checkpoints is -1"),
+        ("checkpoints", True, "checkpoints is true"),
+        ("heads", 0, "heads is 0"),
+        ("lens", [0], "lens[0] is 0"),
+        ("lens", [10**9], "lens[0] is 1000000000"),
+        ("lens", [500], "err_tokens is 512, and not the sum of its lens"),
+        ("gates", "$", 'gates is "$"'),
+        ("floor_us", 10**400, "floor_us is 1000"),
+        ("err_out.vllm", None, "err_out.vllm is null beside its err_state"),
+        ("err_state.vllm", None, "err_state.vllm is null beside its err_out"),
+        ("err_state.vllm", -1, "err_state.vllm is -1"),
+        ("us.cudnn", 3.0, "err_out.cudnn is null beside its us"),
+    ],
+)
+def test_main_render_of_the_damaged(key: str, value: Any, misfit: str, tmp_path: Path) -> None:
+    data = json.loads(kda_prefill_json().read_text())
+    part, _, last = key.rpartition(".")
+    row = data["rows"][0]
+    (row[part] if part else row)[last] = value
+    source = tmp_path / "a.json"
+    source.write_text(json.dumps(data))
+    with pytest.raises(ValueError) as error:
+        bench_ops.main(["--out", str(tmp_path / "out"), "--render", str(source)])
+    what = "a kda_prefill.json of torch-kda bench ops"
+    assert str(error.value).startswith(f"--render: {source} is not {what}: rows[0].{misfit}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_main_render_of_a_peer_that_is_not_finite(
+    machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the bench wrote of the worst error can be rendered."""
+
+    def nowhere(sets: Sequence[Inputs]) -> list[kda_peers.Call]:
+        def call(ours: kda_peers.Call) -> Result:
+            result = ours()
+            return Result(result.out * float("nan"), result.states)
+
+        return [partial(call, ours) for ours in kda_peers.torch_kda(sets)]
+
+    peers = {"torch_kda": kda_peers.torch_kda, "fla": nowhere}
+    monkeypatch.setattr(bench_ops, "find_peers", lambda _: peers)
+    bench_ops.main(["--out", str(tmp_path / "a"), "--gates", "slow", "--checkpoints", "0"])
+    source = tmp_path / "a" / "kda_prefill.json"
+    bench_ops.main(["--out", str(tmp_path / "b"), "--render", str(source)])
+    assert "| 1.0e+15 / " in (tmp_path / "b" / "kda_prefill.md").read_text()
 
 
 def test_main_out_is_checked_first(
@@ -275,6 +327,7 @@ def test_parse_quick() -> None:
         (["--cells", ""], "--cells: expected at least one, got ''"),
         (["--gates", ""], "--gates: expected at least one, got ''"),
         (["--out", ""], "--out: expected a path, got ''"),
+        (["--commit", ""], "--commit: expected a name, got ''"),
         (["--render", "a", "--quick", "--cells", "x"], "--cells, --quick can't go with --render"),
         (["--render", "a", "--peers", ""], "--peers can't go with --render"),
         (["--stages", "--peers", "", "--checkpoints", "1"], "--checkpoints, --peers can't go with"),

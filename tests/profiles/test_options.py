@@ -1,6 +1,7 @@
 """Options of the programs in profiles: what is refused says what was expected and what came."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,23 @@ import pytest
 from torch_kda.profiles import trace
 from torch_kda.profiles.options import (
     MaybeKey,
+    Number,
     Parser,
     Positive,
+    Share,
     check_distinct,
+    count,
     integers,
     names,
+    one_of,
     positive,
     read_results,
 )
 
-SHAPE = {"meta": {"gpu": str | None}, "rows": ({"us": Positive | None, "lens": [int]},)}
-SHAPE |= {"by_size": {str: int}, MaybeKey("host"): {"cores": int}}
+SHAPE = {"meta": {"gpu": str | None}, "rows": ({"us": Positive | None, "lens": [count(0, 9)]},)}
+SHAPE |= {"by_size": {str: int, MaybeKey("8"): count(1)}, MaybeKey("host"): {"cores": int}}
+SHAPE |= {MaybeKey("share"): Share | None, MaybeKey("is_near"): bool}
+SHAPE |= {MaybeKey("gates"): one_of(("slow", "fast")), MaybeKey("gap"): Number}
 GOOD = {
     "meta": {"gpu": None},
     "rows": [{"us": 1, "lens": []}, {"us": 1.5, "lens": [3]}, {"us": None, "lens": []}],
@@ -32,6 +39,7 @@ def parser() -> Parser:
     made.add_argument("--names", type=names(("a", "b")))
     made.add_argument("--peers", type=names(("a", "b"), least=0))
     made.add_argument("--folder", type=Path)
+    made.add_argument("--model")
     made.add_argument("--files", type=Path, nargs="+")
     made.add_argument("--is-quick", action="store_true")
     made.add_argument("--minutes", type=positive(10))
@@ -57,6 +65,8 @@ def test_what_is_taken() -> None:
         ("peers", "c", "['c'] are none of a, b"),
         ("folder", "", "expected a path, got ''"),
         ("files", "", "expected a path, got ''"),
+        ("model", "", "expected a name, got ''"),
+        ("model", " ", "expected a name, got ' '"),
         ("minutes", "11", "expected a number above 0, 10 at most, got '11'"),
     ],
 )
@@ -105,8 +115,10 @@ def read(path: Path, content: Any) -> Any:
 
 def test_read_results(tmp_path: Path) -> None:
     assert read(tmp_path / "a.json", GOOD) == GOOD
-    more = {**GOOD, "new": 1, "host": {"cores": 8}}
-    assert read(tmp_path / "a.json", more) == more
+    more = {**GOOD, "new": 1, "host": {"cores": 8}, "is_near": True, "gates": "fast", "gap": -1e15}
+    for share in (0, 1, 0.5, None):
+        whole = {**more, "share": share}
+        assert read(tmp_path / "a.json", whole) == whole
 
 
 @pytest.mark.parametrize(
@@ -129,6 +141,25 @@ def test_read_results(tmp_path: Path) -> None:
         ({**GOOD, "host": None}, "host is no object"),
         ({**GOOD, "more": [{"x": [1, float("nan")]}]}, "more[0].x[1] is NaN"),
         ({**GOOD, "more": float("inf")}, "more is Infinity"),
+        ({**GOOD, "more": [10**400]}, f"more[0] is {str(10**400)[:40]}"),
+        ({**GOOD, "more": -1.1e15}, "more is -1100000000000000.0"),
+        ({**GOOD, "more": ["\ud800"]}, 'more[0] is "\\ud800"'),
+        ({**GOOD, "more": {"\ud800": 1}}, "more.\\ud800 is no name"),
+        ({**GOOD, "rows": [{"us": True, "lens": []}]}, "rows[0].us is true"),
+        ({**GOOD, "rows": [{"us": 1e-16, "lens": []}]}, "rows[0].us is 1e-16"),
+        ({**GOOD, "rows": [{"us": 1, "lens": [True]}]}, "rows[0].lens[0] is true"),
+        ({**GOOD, "rows": [{"us": 1, "lens": [2.0]}]}, "rows[0].lens[0] is 2.0"),
+        *(
+            ({**GOOD, "rows": [{"us": 1, "lens": [n]}]}, f"rows[0].lens[0] is {n}")
+            for n in (-1, 10)
+        ),
+        ({**GOOD, "by_size": {"8": 0}}, "by_size.8 is 0"),
+        ({**GOOD, "by_size": {"9": False}}, "by_size.9 is false"),
+        ({**GOOD, "by_size": {"a\nb": None}}, "by_size.a\\nb is null"),
+        *(({**GOOD, "share": share}, f"share is {share}") for share in (-3, 1.5, 40)),
+        ({**GOOD, "share": True}, "share is true"),
+        ({**GOOD, "gates": "slower"}, 'gates is "slower"'),
+        ({**GOOD, "gap": 1e16}, "gap is 1e+16"),
     ],
 )
 def test_read_results_of_another(tmp_path: Path, content: Any, misfit: str) -> None:
@@ -136,6 +167,31 @@ def test_read_results_of_another(tmp_path: Path, content: Any, misfit: str) -> N
     with pytest.raises(ValueError) as error:
         read(path, content)
     assert str(error.value) == f"--render: {path} is not a result: {misfit}"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"more": ' * 600 + "1" + "}" * 600])
+def test_read_results_nested_too_deep(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    shape: Any = {}
+    with pytest.raises(ValueError) as error:
+        read_results(path, shape, option="--render", what="a result")
+    assert str(error.value) == f"--render: {path} is not a result: it is nested too deep"
+
+
+def test_read_results_checks_last(tmp_path: Path) -> None:
+    """A check sees what has its shape, and says what is amiss."""
+    path, shape = tmp_path / "a.json", {"a": int}
+
+    def check(found: Any) -> str | None:
+        return None if found["a"] < 3 else "a is too large"
+
+    for content, misfit in (('{"a": 2}', None), ('{"a": 3}', "a is too large"), ("{}", "has no a")):
+        path.write_text(content)
+        context = pytest.raises(ValueError, match=misfit) if misfit else nullcontext()
+        with context:
+            found = read_results(path, shape, option="--render", what="a result", check=check)
+            assert found == {"a": 2}
 
 
 def test_read_results_of_no_file(tmp_path: Path) -> None:
