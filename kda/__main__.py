@@ -113,6 +113,7 @@ def generate(
         if not prompt:
             raise ValueError("PROMPT must not be empty")
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        _say(f"loading {model}")  # a large preset takes minutes on a CPU
         llm = LLM(model, device=_device(device), seed=seed)
         for line in describe(llm.engine):
             _say(line)
