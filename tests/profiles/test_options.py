@@ -1,6 +1,8 @@
 """Options of the programs in profiles: what is refused says what was expected and what came."""
 
 import json
+import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,16 @@ def test_read_results_of_another(tmp_path: Path, content: Any, misfit: str) -> N
     assert str(error.value) == f"--render: {path} is not a result: {misfit}"
 
 
+@pytest.fixture
+def usual_recursion() -> Iterator[None]:
+    """Python's own limit, which packages raise once they are imported."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("usual_recursion")
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"more": ' * 600 + "1" + "}" * 600])
 def test_read_results_nested_too_deep(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
