@@ -146,7 +146,7 @@ class LLM:
             if self.engine.num_requests:
                 raise ValueError(
                     f"LLM.generate: {self.engine.num_requests} requests that were submitted to "
-                    f"LLM.engine have not ended, and their updates would be lost; step it first"
+                    "LLM.engine have not ended, and their updates would be lost; step it first"
                 )
             answers = {
                 self.engine.submit(prompt, one): _Answer(len(prompt), one.logprobs is not None)

@@ -290,16 +290,29 @@ def test_out_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "is no folder that can be written: File exists" in done.output
 
 
+def refusal(source: Path, folder: Path) -> str:
+    """The line that ends --render of a file, before anything is written."""
+    arguments = ["--out", str(folder / "out"), "--render", str(source)]
+    done = CliRunner().invoke(app, ["bench", "model", *arguments])
+    assert done.exit_code == 2 and done.output.count("\n") == 1
+    assert not (folder / "out").exists()
+    return done.output
+
+
+def refusal_of(data: object, folder: Path) -> str:
+    """The same for what the file holds; it is model.json of the folder."""
+    source = folder / "model.json"
+    source.write_text(json.dumps(data))
+    return refusal(source, folder)
+
+
 @pytest.mark.parametrize("name", ["around", "kda_prefill", "demo", "soak-cpu", None])
 def test_render_of_another(name: str | None, tmp_path: Path) -> None:
     source = tmp_path / "empty.json" if name is None else RESULTS / f"{name}.json"
     if name is None:
         source.write_text("{}")
-    arguments = ["--out", str(tmp_path / "out"), "--render", str(source)]
-    done = CliRunner().invoke(app, ["bench", "model", *arguments])
-    assert done.exit_code == 2 and done.output.count("\n") == 1
-    assert f"--render: {source} is not a model.json of torch-kda bench model: " in done.output
-    assert not (tmp_path / "out").exists()
+    output = refusal(source, tmp_path)
+    assert f"--render: {source} is not a model.json of torch-kda bench model: " in output
 
 
 @pytest.mark.parametrize("time", [0, float("nan")])
@@ -309,12 +322,7 @@ def test_render_of_another(name: str | None, tmp_path: Path) -> None:
 def test_render_of_no_time(stage: str, key: str, time: float, tmp_path: Path) -> None:
     data = json.loads((RESULTS / "model.json").read_text())
     data[stage][0][key] = time
-    source = tmp_path / "model.json"
-    source.write_text(json.dumps(data))
-    arguments = ["--out", str(tmp_path / "out"), "--render", str(source)]
-    done = CliRunner().invoke(app, ["bench", "model", *arguments])
-    assert done.exit_code == 2 and done.output.count("\n") == 1
-    assert f"{stage}[0].{key} is {json.dumps(time)}" in done.output
+    assert f"{stage}[0].{key} is {json.dumps(time)}" in refusal_of(data, tmp_path)
 
 
 GONE = object()
@@ -362,13 +370,10 @@ def test_render_of_the_damaged(place: str, value: object, misfit: str, tmp_path:
     for key in keys:
         part = part[key]
     part.pop(last) if value is GONE else part.__setitem__(last, value)
+    output = refusal_of(data, tmp_path)
     source = tmp_path / "model.json"
-    source.write_text(json.dumps(data))
-    arguments = ["--out", str(tmp_path / "out"), "--render", str(source)]
-    done = CliRunner().invoke(app, ["bench", "model", *arguments])
-    assert done.exit_code == 2 and done.output.count("\n") == 1
-    assert f"--render: {source} is not a model.json of torch-kda bench model: " in done.output
-    assert misfit in done.output and not (tmp_path / "out").exists()
+    assert f"--render: {source} is not a model.json of torch-kda bench model: " in output
+    assert misfit in output
 
 
 def test_render_of_another_order(tmp_path: Path) -> None:
